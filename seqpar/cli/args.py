@@ -191,6 +191,8 @@ class ReplicaArgs(StartFlags):
     """Names of the models in requests, in their order; by default those of the command."""
     loras: Path | None = None
     """Folder of LoRAs that requests may name, NAME.safetensors each."""
+    controlnet: Annotated[tuple[str, ...], Flag("NAME=FOLDER")] = ()
+    """ControlNets that requests may name."""
     warm: Annotated[tuple[str, ...], Flag("SIZE")] = ()
     """Sizes, WIDTHxHEIGHT or auto, that models run before the ranks are ready."""
     dtype: Dtype = "auto"

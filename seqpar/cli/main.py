@@ -57,9 +57,8 @@ def command(words: Sequence[str], rank: int = 0) -> None:
             from seqpar.serve.ranks.loop import run as serve
 
         deadlines = Deadlines(args.first_deadline_s, args.deadline_s, args.host_deadline_s)
-        options = {
-            name: getattr(args, name) for name in ("precision", "min_psnr", "cache", "park", "most", "swaps", "first")
-        }
+        same = ("precision", "min_psnr", "cache", "park", "most", "swaps", "first", "controlnet")
+        options = {name: getattr(args, name) for name in same}
         names = dict(zip(args.models, args.names or args.models, strict=True))
         serve(names, DTYPES.get(args.dtype), deadlines, args.loras, args.warm, **options)
         meshes.close()

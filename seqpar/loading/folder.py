@@ -205,6 +205,21 @@ def parts_of_folder(path: Path, workflow: str | None = None) -> PipelineParts:
     return PipelineParts(folder, index, config, vae, scheduling, fitted, places, workflow)
 
 
+def open_controlnet(folder: Path) -> Fitted:
+    """Return a ControlNet of diffusers without its weights, whose headers are read; ValueError for another folder."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"got ControlNet {folder}, which has no {CONFIG}; name the folder of one model")
+    check_files(folder)
+    name = str(read_json(folder / CONFIG).get("_class_name"))
+    kind = class_of("diffusers", name) if "ControlNet" in name else None
+    fitted = None if kind is None else check_class(folder, kind)
+    if fitted is None:
+        raise ValueError(f"got ControlNet {folder} of the class {name}, expected a ControlNet of diffusers")
+    if fitted.config.get("num_mode"):
+        raise ValueError(f"got ControlNet {folder} of several modes, expected one of a single mode")
+    return fitted
+
+
 def check_named(folder: Path, index: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise ValueError if a pipeline's model_index.json lacks one of these parts."""
     for name in names:

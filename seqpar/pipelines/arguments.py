@@ -6,21 +6,25 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import diffusers
 from PIL import Image
 
 from seqpar.families import _find
 from seqpar.families._modular import is_modular, parameters_of, takes_image
+from seqpar.loading.checkpoint import Fitted
 from seqpar.loading.folder import PipelineParts
 from seqpar.loading.names import importing_pipelines
+from seqpar.loading.pipeline import SHARING
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.protocol import FOR_CLASSES, Frames, GenerationRequest
 
 SIDES = ("height", "width")  # arguments of a pipeline's call
 SLIGHT = 0.02  # a change of the ratio of a picture's sides that cannot be seen
 AREA = "max_area"  # the argument of pipelines that keep the shape of a size, but not its pixels
+MASK, CONTROL = "mask_image", "control_image"  # arguments of a pipeline's call
 OTHERS = {
-    "mask_image": "a mask, which no flag names",
-    "control_image": "a picture that controls another, which no flag names",
+    MASK: "a mask, which no flag names",
+    CONTROL: "a picture that controls another, which no flag names",
     "layers": "a number of layers, which no file here holds",
 }
 
@@ -35,6 +39,8 @@ def taking_images(request: GenerationRequest, caller: Any, index: Mapping[str, A
     parameters = parameters_of(caller, bool(request.images))
     if _find.takes_one_prompt(kind.__name__) and len(request.pictures) > 1:
         raise ValueError(f"{len(request.pictures)} results, but {kind.__name__} takes one prompt; run it once for each")
+    if request.mask is not None or request.control is not None:
+        return _with_inputs(request, kind)
     for name, what in OTHERS.items():
         if name in parameters and not request.planned:
             raise ValueError(f"got a {kind.__name__}, which takes {what}; load it by seqpar.load, and call it yourself")
@@ -54,6 +60,52 @@ def taking_images(request: GenerationRequest, caller: Any, index: Mapping[str, A
         results = f"{len(request.pictures)} results with --image"
         raise ValueError(f"{results}, but {name} takes one prompt; run it once for each")
     return taking
+
+
+def _with_inputs(request: GenerationRequest, kind: Any) -> Any:
+    """Return the class of diffusers that takes a request's mask, or its image for a ControlNet, with the same parts."""
+    repaints, controlled = request.mask is not None, request.control is not None
+    if len(request.images) > 1:
+        raise ValueError(f"got {len(request.images)} images with a mask or a ControlNet, expected one")
+    if repaints and not request.images:
+        raise ValueError("got a mask without an image, expected the image that it repaints")
+    needed = {"image": bool(request.images), MASK: repaints, CONTROL: controlled}
+    middle = "ControlNet" * controlled + ("Inpaint" if repaints else "Img2Img" * bool(request.images))
+    with importing_pipelines():
+        other = getattr(diffusers, f"{kind.__name__.removesuffix('Pipeline')}{middle}Pipeline", None)
+    for found in (kind, other):
+        if found is not None and {name for name, wanted in needed.items() if wanted} <= parameters_of(found).keys():
+            return found
+    what = " and ".join(name for name, wanted in needed.items() if wanted)
+    raise ValueError(f"no pipeline like {kind.__name__} takes {what}")
+
+
+# of transformers and ControlNets, whose tokens, texts and residuals have these sizes
+WIDTHS = ("num_attention_heads", "attention_head_dim", "joint_attention_dim", "pooled_projection_dim", "dim", "n_heads")
+
+
+def controlled(kind: Any) -> Any:
+    """Return the class of diffusers that runs a pipeline's parts with a ControlNet; ValueError if there is none."""
+    with importing_pipelines():
+        found = getattr(diffusers, f"{kind.__name__.removesuffix('Pipeline')}ControlNetPipeline", None)
+    if found is None:
+        raise ValueError(f"no pipeline like {kind.__name__} takes a ControlNet")
+    return found
+
+
+def check_control(kind: Any, net: Fitted | None, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a ControlNet of another pipeline or transformer. kind: the pipeline's class that runs it."""
+    if net is None:
+        raise ValueError("got an unknown ControlNet")
+    if net.kind.__name__ == SHARING:
+        raise ValueError(f"{net.kind.__name__} shares layers with the transformer; load its pipeline by seqpar.load")
+    expected = str(inspect.signature(kind.__init__).parameters["controlnet"].annotation)
+    if net.kind.__name__ not in expected:
+        raise ValueError(f"{kind.__name__} takes no {net.kind.__name__}")
+    for name in WIDTHS:
+        got, wanted = net.model.config.get(name), config.get(name)
+        if None not in (got, wanted) and got != wanted:
+            raise ValueError(f"got a {net.kind.__name__} with {name}={got}, expected the transformer's {wanted}")
 
 
 def class_of_pictures(caller: Any, index: Mapping[str, Any]) -> Any:
@@ -171,7 +223,7 @@ def check_flags(request: GenerationRequest, name: str, parameters: Mapping[str, 
         for name, parameter in parameters.items()
         if parameter.default is parameter.empty and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     }
-    others = ", ".join(sorted(required - {"self", "prompt", "image"}))
+    others = ", ".join(sorted(required - {"self", "prompt", "image", MASK, CONTROL}))
     if "prompt" not in parameters or others:
         raise ValueError(
             f"{name} takes {others or 'no prompt'}; seqpar passes prompts and images alone: use seqpar.load and call it"
@@ -208,6 +260,10 @@ def arguments_of(request: GenerationRequest, name: str, parameters: Mapping[str,
             height, width = request.size
             images = [image.resize((width, height), Image.Resampling.LANCZOS) for image in images]
         arguments["image"] = images if _find.takes_several_images(name) else images[0]
+    if request.mask is not None:
+        arguments[MASK] = request.mask.image
+    if request.control is not None:
+        arguments |= {CONTROL: request.control.picture.image, "controlnet_conditioning_scale": request.control.scale}
     if request.fps is not None and RATE in parameters:
         arguments[RATE] = request.fps
     if "true_cfg_scale" in parameters:

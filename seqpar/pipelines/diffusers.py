@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -34,8 +34,9 @@ from seqpar.families._find import (
 from seqpar.families._modular import called, hide_bars, is_modular, parameters_of, set_scale, stepping
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
+from seqpar.loading.checkpoint import Fitted
 from seqpar.loading.encoders import at_first_call, forget_encoders
-from seqpar.loading.errors import loop_context
+from seqpar.loading.errors import context, loop_context
 from seqpar.loading.folder import PipelineParts, parts_of_folder, parts_of_random
 from seqpar.loading.lora import Lora
 from seqpar.loading.names import RandomModel
@@ -45,12 +46,15 @@ from seqpar.loading.random import random_pipeline
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.arguments import (
     FPS,
+    MASK,
     RATE,
     arguments_of,
+    check_control,
     check_flags,
     check_frames,
     check_limits,
     class_of_pictures,
+    controlled,
     draws_anew,
     frame_rate,
     frames_of,
@@ -97,9 +101,10 @@ VAE: dict[DecodeMode, VaeMode] = {"auto": "auto", "strips": True, "pictures": Fa
 
 @dataclass(frozen=True)
 class Source:
-    """The checked parts of a pipeline: `seqpar.pipelines.protocol.Source`."""
+    """The checked parts of a pipeline: `seqpar.pipelines.protocol.Source`. controls: ControlNets by name."""
 
     parts: PipelineParts
+    controls: Mapping[str, Fitted] = field(default_factory=dict[str, Fitted])
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
     class_names = ()
 
@@ -118,7 +123,11 @@ class Source:
 
     @property
     def needs_image(self) -> bool:
-        return needs_picture(self.parts.caller)
+        return needs_picture(self.parts.caller) or self.needs_mask
+
+    @property
+    def needs_mask(self) -> bool:
+        return MASK in parameters_of(self.parts.caller)
 
     @property
     def presets(self) -> dict[str, Preset]:
@@ -130,6 +139,8 @@ class Source:
             request.refuse(NO_LORA, lora=request.loras)
             request.refuse("errors are measured with trained weights", min_psnr=request.min_psnr)
         kind = taking_images(request, parts.caller, parts.index)
+        if request.control is not None:
+            check_control(kind, self.controls.get(request.control.name), parts.config)
         modular = is_modular(kind)
         parameters = parameters_of(parts.caller if modular else kind, bool(request.images))
         check_flags(request, kind.__name__, parameters)
@@ -166,8 +177,9 @@ class Source:
         guided = guidance.on and "pag_scale" not in parameters and pairs_calls(parts.transformer)
         run = planned(parts, grid, request, parameters, guidance.on, guided)
         held = (parts.transformer, *(() if request.park and parts.take_turns else parts.other_transformers.values()))
+        whole = (*held, *(fitted.model for fitted in self.controls.values()))
         run = replace(
-            run, load=replace(run.load, parameters=sum(x.numel() for part in held for x in part.parameters()))
+            run, load=replace(run.load, parameters=sum(x.numel() for part in whole for x in part.parameters()))
         )
         if request.precision is not None and not isinstance(parts.source, RandomModel):
             stored = (part.get_parameter(name) for part in held for name in stored_in_8_bits(part))
@@ -186,6 +198,16 @@ class Source:
             if request.attention_steps is not None:
                 check_counts(scheduler)
         return DiffusersJob(kind, self, request, arguments, guidance, embedded, preset, **vars(run))
+
+    def having(self, controls: Mapping[str, Fitted]) -> Source:
+        fitting = dict[str, Fitted]()
+        for name, net in controls.items():
+            try:
+                check_control(controlled(self.parts.kind), net, self.parts.config)
+            except ValueError:
+                continue
+            fitting[name] = net
+        return replace(self, controls=fitting)
 
     def schedule(self, name: str | None, steps: int, tokens: int = 1024, sigmas: bool | None = None) -> Any:
         """Return the scheduler of this name, or the pipeline's own; ValueError if it does not fit, or for such steps.
@@ -450,6 +472,8 @@ class DiffusersJob:
         once = on_encode is not None
         model = DiffusersModel(mesh, plan, {self.kind: pipe}, pipe.scheduler, vae, merging, reason, once)
         pipe.scheduler = self.scheduler_of(pipe.scheduler)
+        for name, fitted in self.source.controls.items():
+            model.controls[name] = mesh.on_all_ranks(partial(loaded_control, fitted, self.request.dtype, mesh.device))
         return model
 
     def fixed_run(self, pipe: Any, device: torch.device) -> FixedRun | None:
@@ -527,8 +551,9 @@ class DiffusersJob:
 class DiffusersModel:
     """A parallelized pipeline on all ranks: `seqpar.pipelines.protocol.Model`.
 
-    pipes: by class; they share all parts. scheduler: the pipeline's own. why_rounded: why the loop's state is not fp32,
-    or None. once: whether it generates for one job alone, so that its text encoders leave memory at the first step.
+    pipes: by class and ControlNet; they share all other parts. controls: ControlNets by name. scheduler: the pipeline's
+    own. why_rounded: why the loop's state is not fp32, or None. once: whether it generates for one job alone, so that
+    its text encoders leave memory at the first step.
     """
 
     mesh: Mesh
@@ -539,6 +564,7 @@ class DiffusersModel:
     merging: Any
     why_rounded: str | None
     once: bool
+    controls: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __enter__(self) -> Self:
         return self
@@ -547,7 +573,7 @@ class DiffusersModel:
         pass
 
     def notes(self, job: DiffusersJob) -> list[tuple[str, str]]:
-        parameters, pipe = job.parameters, self._pipe(job.kind)
+        parameters, pipe = job.parameters, self._pipe(job)
         tokens = f"{job.load.tokens} tokens, " if job.exact else ""
         count = f"{job.load.images} {'videos' if job.video else 'pictures'}"
         steps = f"{job.steps} steps of {type(pipe.scheduler).__name__} in {job.kind.__name__}"
@@ -574,12 +600,12 @@ class DiffusersModel:
 
     def facts(self, job: DiffusersJob) -> dict[str, Any]:
         facts = {
-            "scheduler": type(self._pipe(job.kind).scheduler).__name__,
+            "scheduler": type(self._pipe(job).scheduler).__name__,
             "vae": self.vae,
             "prompts": job.request.pictures,
         }
         if job.request.cache is not None:
-            caches = [call.steps for _, call in calls_of(self._pipe(job.kind))]
+            caches = [call.steps for _, call in calls_of(self._pipe(job))]
             facts["cache"] = [str(steps.options) for steps in caches if steps is not None]
         if job.request.images:
             facts["images"] = [image.facts for image in job.request.images]
@@ -592,11 +618,11 @@ class DiffusersModel:
         if job.preset is None or not job.preset.sigmas:
             steps = min(math.ceil(evaluations / job.strength), steps)
         generator = torch.Generator().manual_seed(job.request.seed)
-        pipe, arguments = self._pipe(job.kind), arguments | {"num_inference_steps": steps, "generator": generator}
+        pipe, arguments = self._pipe(job), arguments | {"num_inference_steps": steps, "generator": generator}
         return pipe, set_scale(pipe, arguments) if is_modular(pipe) else arguments
 
     def takes(self, job: DiffusersJob) -> bool:
-        check = getattr(self._pipe(job.kind), "check_inputs", None)
+        check = getattr(self._pipe(job), "check_inputs", None)
         names = () if check is None else inspect.signature(check).parameters.values()
         given = {x.name: job.arguments.get(x.name, None if x.default is x.empty else x.default) for x in names}
         given |= dict(zip(SIDES, job.request.size or job.default_pixels, strict=True)) if {*SIDES} <= {*given} else {}
@@ -609,7 +635,7 @@ class DiffusersModel:
         return self.merging is not None and self.merging.switch(tuple(loras))
 
     def generate(self, job: DiffusersJob, events: Events) -> Result:
-        pipe = self._pipe(job.kind)
+        pipe = self._pipe(job)
         if self.once:
             forget_encoders(pipe)
         before, pipe.scheduler = pipe.scheduler, job.scheduler_of(self.scheduler)
@@ -627,21 +653,38 @@ class DiffusersModel:
         made = [*images, *(sound.samples_CT for sound in sounds)]
         return Result(images, "pixels", partial(digest, made), sounds, computed)
 
-    def _pipe(self, kind: Any) -> Any:
-        """Return the pipeline of a class; all have the same parts."""
-        if kind not in self.pipes:
-            self.pipes[kind] = with_parts_of(next(iter(self.pipes.values())), kind)
-            hide_bars(self.pipes[kind])
+    def _pipe(self, job: DiffusersJob) -> Any:
+        """Return the pipeline of a job's class, with its ControlNet; all have the same other parts."""
+        control = job.request.control
+        key = job.kind if control is None else (job.kind, control.name)
+        if key not in self.pipes:
+            more = {} if control is None else {"controlnet": self.controls[control.name]}
+            self.pipes[key] = with_parts_of(next(iter(self.pipes.values())), job.kind, **more)
+            hide_bars(self.pipes[key])
             if self.why_rounded is None:
-                keep_fp32(self.pipes[kind])
-        return self.pipes[kind]
+                keep_fp32(self.pipes[key])
+        return self.pipes[key]
 
 
-def with_parts_of(pipe: Any, kind: Any) -> Any:
+def loaded_control(fitted: Fitted, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a ControlNet, which every rank reads and computes whole; ValueError if it does not load."""
+    with context(f"got ControlNet {fitted.path}, which does not load"):
+        net = fitted.kind.from_pretrained(fitted.path, dtype=dtype, use_safetensors=True).to(device).eval()
+    fitted.checkpoint.check_unchanged()
+
+    def rounded(net: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        latents = given.get("hidden_states")  # in fp32 where the pipeline's state is
+        return args, given if latents is None else {**given, "hidden_states": latents.to(dtype)}
+
+    net.register_forward_pre_hook(rounded, with_kwargs=True)
+    return net
+
+
+def with_parts_of(pipe: Any, kind: Any, **more: Any) -> Any:
     """Return a pipeline of another class with the same parts; diffusers' own `from_pipe` changes their dtypes."""
     names = inspect.signature(kind.__init__).parameters
     parts = {name: part for name, part in (*pipe.config.items(), *pipe.components.items()) if name in names}
-    return kind(**parts)
+    return kind(**parts, **more)
 
 
 def _sounds(pipe: Any, result: Any) -> list[Sound]:

@@ -62,15 +62,31 @@ def decoded(what: str, file: IO[bytes]) -> Image.Image:
 
     what: names it in the message. ValueError for other formats, broken or too large images, and over 8 bits a value.
     """
+    image = _opened(what, file)
+    if image.has_transparency_data:  # under which any invisible colours may lie
+        seen = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
+    return image.convert("RGB")
+
+
+def decoded_mask(what: str, file: IO[bytes]) -> Image.Image:
+    """Return the mask in an open file as L: 255 where it is transparent, which is repainted.
+
+    ValueError as `decoded`, and for a file without transparency.
+    """
+    image = _opened(what, file)
+    if not image.has_transparency_data:
+        raise ValueError(f"got {what} without transparency, expected transparent pixels where the image is repainted")
+    return ImageOps.invert(image.convert("RGBA").getchannel("A"))
+
+
+def _opened(what: str, file: IO[bytes]) -> Image.Image:
+    """Return the image in a file with its EXIF orientation applied; ValueError as `decoded`."""
     try:
         with Image.open(file, formats=FORMATS) as image:
             reason = _why_not(file, image)
             if reason is None:
-                image = ImageOps.exif_transpose(image)  # first: an image that is put on white has no metadata
-                if image.has_transparency_data:  # under which any invisible colours may lie
-                    seen = image.convert("RGBA")
-                    image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
-                return image.convert("RGB")
+                return ImageOps.exif_transpose(image)  # reads the pixels; what is put on white has no metadata
     except UnidentifiedImageError as error:
         expected = f"expected a picture as {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         raise ValueError(f"got {what}, which is none, {expected}") from error

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from PIL import Image
@@ -115,7 +115,14 @@ class Files:
     scheduling: Mapping[str, Any] = field(default_factory=lambda: DDIM_DEFAULT, kw_only=True)
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
     class_names = ()  # of a model of classes
-    takes_images = needs_image = False
+    takes_images = needs_image = needs_mask = False
+
+    @property
+    def controls(self) -> dict[str, Any]:
+        return {}
+
+    def having(self, controls: Mapping[str, Any]) -> Self:
+        return self  # none fits
 
     @property
     def class_labels(self) -> Mapping[int, tuple[str, ...]]:

@@ -38,14 +38,23 @@ NO_LORA = "LoRAs need the folder of a diffusers pipeline for prompts"
 
 
 @dataclass(frozen=True)
+class Control:
+    """An image that a ControlNet follows. name: of the ControlNet. scale: how much its residuals weigh."""
+
+    name: str
+    picture: Picture
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """The images that are asked for; None and () leave a choice to the family.
 
     size: (height, width) in pixels. repeat: images of each class or prompt. guidance: scale of classifier-free
     guidance, or of embedded guidance for a model that takes the scale as an input. true_guidance: scale of classifier-
-    free guidance beside the embedded one. images: input images. preset: sets the steps, their sigmas and the scales
-    that are None. planned: whether nothing but a plan is made of it, which needs no further inputs. The other fields
-    are the flags of the same names.
+    free guidance beside the embedded one. images: input images; mask: white where the only one is repainted. preset:
+    sets the steps, their sigmas and the scales that are None. planned: whether nothing but a plan is made of it, which
+    needs no further inputs. The other fields are the flags of the same names.
     """
 
     model: str
@@ -68,6 +77,8 @@ class GenerationRequest:
     fps: int | None = None
     loras: tuple[Lora, ...] = ()
     images: tuple[Picture, ...] = ()
+    mask: Picture | None = None
+    control: Control | None = None
     strength: float | None = None
     precision: Precision | None = None
     min_psnr: float | None = None
@@ -126,7 +137,7 @@ class Source(Protocol):
 
     takes: which field of a request says what its images show. class_names, class_labels: one name of each class of a
     model of classes, and all of them by number. takes_images, needs_image: whether it takes input images, and generates
-    nothing without one. presets: by their names.
+    nothing without one. needs_mask: whether it only repaints what a mask names. presets: by their names.
     """
 
     takes: ClassVar[Literal["classes", "prompts"]]
@@ -144,7 +155,19 @@ class Source(Protocol):
     def needs_image(self) -> bool: ...
 
     @property
+    def needs_mask(self) -> bool: ...
+
+    @property
     def presets(self) -> Mapping[str, Preset]: ...
+
+    @property
+    def controls(self) -> Mapping[str, Any]:
+        """ControlNets by name."""
+        ...
+
+    def having(self, controls: Mapping[str, Any]) -> Self:
+        """Return the same source with the ControlNets of these that fit it."""
+        ...
 
     def schedule(self, name: str | None, steps: int) -> Any:
         """Return a diffusers scheduler by its class name, None for the model's own.

@@ -16,9 +16,10 @@ HEAD = 4  # bytes of the length before a message
 LONGEST = 1 << 28  # bytes of a message: holds the pixels of an 8192 x 8192 image
 SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 Kind = Literal["classes", "texts"]
-TEXT, IMAGE = "text", "image"  # what a request starts from
+TEXT, IMAGE, MASK, CONTROL = "text", "image", "mask", "control"  # what a request starts from
 MOST_STEPS = 1000
-NOT_STORED = ("id", "deadline_s", "partial_images", "images", "pixels", "loras")  # fields that no image file keeps
+# fields that no image file keeps
+NOT_STORED = ("id", "deadline_s", "partial_images", "images", "mask", "control", "pixels", "loras")
 Why = Literal["mistake", "failure", "cancelled", "deadline"]
 
 
@@ -29,25 +30,27 @@ def size_of(text: str) -> tuple[int, int] | None:
 
 
 class InputImage(msgspec.Struct, frozen=True):
-    """An input image of a request. digest: 16 hex digits over its pixels, rows of RGB bytes."""
+    """An input image of a request. digest: 16 hex digits over its pixels, rows of RGB bytes, or of one of a mask."""
 
     height: int
     width: int
     digest: str
+    channels: int = 3
 
     @property
     def nbytes(self) -> int:
-        return 3 * self.height * self.width
+        return self.channels * self.height * self.width
 
 
 class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
     """A request for one image or video. size: (height, width) in pixels. None leaves a value to the model.
 
     id: of this attempt. prompt: a text, or the name or number of a class. deadline_s: seconds until it times out.
-    loras: names and scales. partial_images: maximum number of previews. images: input images; pixels: path of the file
-    that holds their pixels one after another. The API server decodes clients' files, so ranks never parse them; rank 0
-    reads this one. strength: of image-to-image. frames, fps: of a video. preset: one of the model's, which sets steps
-    and scheduler.
+    loras: names and scales. partial_images: maximum number of previews. images: input images; mask: 255 where the only
+    one is repainted; control: what the ControlNet of this name follows; pixels: path of the file that holds the pixels
+    of `inputs` one after another. The API server decodes clients' files, so ranks never parse them; rank 0 reads this
+    one. strength: of image-to-image. frames, fps: of a video. preset: one of the model's, which sets steps and
+    scheduler.
     """
 
     id: str
@@ -64,6 +67,10 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
     loras: tuple[tuple[str, float], ...] = ()
     partial_images: int = 0
     images: tuple[InputImage, ...] = ()
+    mask: InputImage | None = None
+    control: InputImage | None = None
+    controlnet: str | None = None
+    control_scale: float | None = None
     pixels: str | None = None
     strength: float | None = None
     frames: int | None = None
@@ -71,9 +78,15 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
     preset: str | None = None
 
     @property
-    def inputs(self) -> str:
+    def start(self) -> str:
         """What the request starts from, in the words of `ServedModel.takes`."""
-        return IMAGE if self.images else TEXT
+        parts = {IMAGE: self.images, MASK: self.mask, CONTROL: self.control}
+        return "+".join(name for name, given in parts.items() if given) or TEXT
+
+    @property
+    def inputs(self) -> list[InputImage]:
+        """All input images, in the order of their pixels."""
+        return [*self.images, *filter(None, (self.mask, self.control))]
 
     def parameters(self, steps: int, size: tuple[int, int], computed: tuple[int, int] | None = None) -> dict[str, Any]:
         """Parameters stored in an output file: those of the request, and the steps and size that the model chose.
@@ -82,11 +95,21 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
         """
         fields = msgspec.structs.asdict(self)
         stored = {name: value for name, value in fields.items() if value not in (None, ()) and name not in NOT_STORED}
-        images = [{"size": f"{image.height}x{image.width}", "pixels": image.digest} for image in self.images]
+        images = [_stored(image) for image in self.images]
         parted = [(*name.partition("@"), scale) for name, scale in self.loras]
         loras = [f"{name}:{scale:g}{at}{transformer}" for name, at, transformer, scale in parted]
-        lists = {"images": images, "lora": loras, "steps_computed": [*(computed or ())]}
+        lists = {
+            "images": images,
+            "mask": None if self.mask is None else _stored(self.mask),
+            "control": None if self.control is None else _stored(self.control),
+            "lora": loras,
+            "steps_computed": [*(computed or ())],
+        }
         return {**stored, **{name: values for name, values in lists.items() if values}, "steps": steps, "size": [*size]}
+
+
+def _stored(image: InputImage) -> dict[str, str]:
+    return {"size": f"{image.height}x{image.width}", "pixels": image.digest}
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -136,10 +159,10 @@ class ServedModel(msgspec.Struct, frozen=True):
     takes, `size` first; unit: divides the sides of every size. schedulers: the least and most steps of each that fits;
     own: of the model's own. labels: the names of each class, by number. precision: of GEMMs, None for the dtype of the
     weights; min_psnr: its bound of the error. cache: which steps are computed, None for all. presets: the number of
-    steps of each. takes: by what a request starts from, as `ImageRequest.inputs`. loads: pixels of all frames,
-    ascending, and predicted seconds of a step; memory does not suffice from `limit` pixels on. loaded: whether its
-    weights are in memory. memory: predicted bytes per rank. load_s: seconds that its last load took, None if there was
-    none.
+    steps of each. controlnets: by name. takes: by what a request starts from, as `ImageRequest.start`. loads: pixels of
+    all frames, ascending, and predicted seconds of a step; memory does not suffice from `limit` pixels on. loaded:
+    whether its weights are in memory. memory: predicted bytes per rank. load_s: seconds that its last load took, None
+    if there was none.
     """
 
     name: str
@@ -159,6 +182,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     precision: str | None = None
     cache: str | None = None
     presets: dict[str, int] = {}
+    controlnets: tuple[str, ...] = ()
     takes: dict[str, Takes] = msgspec.field(default_factory=lambda: {TEXT: Takes()})
     loads: tuple[tuple[int, float], ...] = ()
     limit: int | None = None
@@ -170,7 +194,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     @property
     def edits(self) -> bool:
         """Whether it takes input images."""
-        return IMAGE in self.takes
+        return any(start.startswith(IMAGE) for start in self.takes)
 
     @property
     def needs_picture(self) -> bool:

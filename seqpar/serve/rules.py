@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from seqpar.serve.messages import ImageRequest, ServedModel
+from seqpar.serve.messages import CONTROL, IMAGE, MASK, ImageRequest, ServedModel
 from seqpar.types.names import class_number
 
 FEW = 5  # names that a message suggests
@@ -37,17 +37,29 @@ def why_not(model: ServedModel, request: ImageRequest) -> Refusal | None:
 
 
 def _inputs(model: ServedModel, request: ImageRequest) -> Refusal | None:
-    takes = model.takes.get(request.inputs)
-    if takes is None:
-        text = "takes no images" if request.images else "requires an image"
-        return Refusal("image", f"model {model.name} {text}")
-    if len(request.images) > 1 and not takes.several:
-        return Refusal("image", f"model {model.name} takes one image, got {len(request.images)}; send one")
+    given, name = request.start, request.controlnet
+    if name is not None and name not in model.controlnets:
+        advice = f"use {' or '.join(model.controlnets)}" if model.controlnets else f"{model.name} has none"
+        return Refusal("controlnet", f"controlnet {name[:SHOWN]!r} is unknown; {advice}")
+    if (name is None) != (request.control is None):
+        return Refusal("control_image", "controlnet and control_image need each other; send both")
+    if given not in model.takes and name is not None:
+        start = given.removesuffix(f"+{CONTROL}").replace("+", " and ")
+        return Refusal("controlnet", f"model {model.name} takes no controlnet with {start}")
+    if given not in model.takes:
+        if request.mask is not None:
+            needs = "requires an image with a mask" if f"{IMAGE}+{MASK}" in model.takes else "takes no mask"
+            return Refusal(MASK, f"model {model.name} {needs}")
+        if request.images and model.edits:
+            return Refusal(MASK, f"model {model.name} requires a mask")
+        return Refusal(IMAGE, f"model {model.name} {'takes no images' if request.images else 'requires an image'}")
+    if len(request.images) > 1 and not model.takes[given].several:
+        return Refusal(IMAGE, f"model {model.name} takes one image, got {len(request.images)}; send one")
     return None
 
 
 def _fields(model: ServedModel, request: ImageRequest) -> Refusal | None:
-    takes = model.takes[request.inputs]
+    takes = model.takes[request.start]
     given = [name for name in OPTIONAL if getattr(request, name) is not None]
     for name in given:
         if name in takes.refused:

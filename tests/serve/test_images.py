@@ -134,6 +134,32 @@ def test_an_input_image_reaches_the_ranks_as_pixels(front: Running) -> None:
     assert stored["images"] == [{"size": "6x10", "pixels": digest(PIXELS.tobytes())}]
 
 
+def test_what_is_transparent_in_a_mask_is_white_for_the_ranks(front: Running, tmp_path: Path) -> None:
+    mask = np.full((6, 10, 4), 255, np.uint8)
+    mask[1:3, 4:, 3], mask[5, :, 3] = 0, 100
+    made: Any = front.ai.images.edit(image=file_of(), mask=file_of(mask), prompt="x", model="editor")
+    image, order = opened(made.data[0].b64_json), front.orders[-1]
+    white = 255 - mask[:, :, 3]
+    assert np.array_equal(np.asarray(image), PIXELS)
+    assert order["mask"] == {"height": 6, "width": 10, "digest": digest(white.tobytes()), "channels": 1}
+    assert json.loads(image.info["seqpar"])["mask"] == {"size": "6x10", "pixels": digest(white.tobytes())}
+    images = codec.written([file_of(), file_of(mask)], tmp_path / "pixels", ("mask",))
+    assert (tmp_path / "pixels").read_bytes() == PIXELS.tobytes() + white.tobytes()
+    assert [image.nbytes for image in images] == [180, 60]
+
+
+def test_a_controlnet_is_named_with_its_image_and_scale(front: Running) -> None:
+    fields = {"prompt": "x", "model": "editor", "controlnet": "pose", "control_scale": 0.5}
+    url = f"data:image/png;base64,{base64.b64encode(file_of()).decode()}"
+    made = front.http.post(GENERATIONS, json={**fields, "control_image": url})
+    form = front.http.post(EDITS, data={**fields, "control_scale": "0.5"}, files={"control_image": file_of()})
+    assert (made.status_code, form.status_code) == (200, 200)
+    for order in front.orders[-2:]:
+        assert (order["controlnet"], order["control_scale"], order["images"]) == ("pose", 0.5, [])
+        assert order["control"] == {"height": 6, "width": 10, "digest": digest(PIXELS.tobytes()), "channels": 3}
+    assert json.loads(opened(form.json()["data"][0]["b64_json"]).info["seqpar"])["controlnet"] == "pose"
+
+
 def test_several_formats_and_the_first_model_that_edits(front: Running) -> None:
     files = [("a.png", file_of()), ("b.webp", file_of(PIXELS[:4], "webp")), ("../c.jpg", file_of(PIXELS[:5], "jpeg"))]
     made: Any = front.ai.images.edit(image=files, prompt="x", output_format="webp", quality="high")

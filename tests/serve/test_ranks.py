@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import seqpar as package
 from seqpar.loading.names import LORAS
 from seqpar.mesh.boundary import CancelledError, StepBoundary
 from seqpar.mesh.mesh import Mesh
@@ -48,7 +49,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.whole]
 CAT = ImageRequest("cat", "builtin", "cat", seed=3, steps=6)
 FROG = ImageRequest("frog", "builtin-text", "a green frog", seed=3, steps=6)
 MANY = 900  # steps, which take many seconds
-MODELS = ("flux", "flux2_klein", "ltx", "wan_i2v", "minimax_h3")
+MODELS = ("flux", "flux2_klein", "ltx", "wan_i2v", "ltx2_ordinary", "minimax_h3")
 SETS = {"none": (), "one": (("outline", 1.0),), "weak": (("outline", 0.5),), "two": (("other", 0.7), ("outline", 1.0))}
 ROWS, COLUMNS = np.mgrid[0:64, 0:80]
 INPUT = np.stack([3 * ROWS, 3 * COLUMNS, (ROWS + COLUMNS) % 256], -1).astype(np.uint8)
@@ -60,10 +61,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from tests.cli.loras import write  # these load diffusers, after TRITON_INTERPRET is set
     from tests.support import modular, pipelines
 
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*MODELS, "loras", "others")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*MODELS, "loras", "others", "pose")}
     for name in MODELS[:-1]:
-        getattr(pipelines, name)().save_pretrained(folders[name])
+        getattr(pipelines if hasattr(pipelines, name) else modular, name)().save_pretrained(folders[name])
     modular.saved(modular.minimax_h3(), folders["minimax_h3"])
+    transformer = pipelines.flux().transformer
+    net = pipelines.THEIRS.FluxControlNetModel.from_transformer(
+        transformer, 1, 1, pipelines.HEAD_DIM, pipelines.HEADS, load_weights_from_transformer=False
+    )
+    pipelines.random_weights(net, 6).save_pretrained(folders["pose"])
     Image.fromarray(INPUT).save(folders["flux"] / "input.png")
 
     loras = folders["loras"]
@@ -93,7 +99,8 @@ def driver(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 def others(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     """Two ranks with tiny pipelines of diffusers for images and videos, and their LoRAs."""
     models = (str(folders[name]) for name in MODELS)
-    with replica(tmp_path_factory.mktemp("others"), 2, *models, "--loras", str(folders["others"])) as started:
+    words = ("--loras", str(folders["others"]), "--controlnet", f"pose={folders['pose']}")
+    with replica(tmp_path_factory.mktemp("others"), 2, *models, *words) as started:
         yield started
         assert started.finish() == 0
 
@@ -231,11 +238,14 @@ def test_pipelines_report_what_they_take_and_refuse_the_rest(others: Driver, fol
     videos = [
         (True, False, VideoFacts(25.0, 161, 2)),
         (True, True, VideoFacts(16.0, 81, 4)),
+        (True, False, VideoFacts(24.0, 121, 2)),
         (True, False, VideoFacts(24.0, 124, 17, 120, 360)),
     ]
     assert facts == [image_model, image_model, *videos]
     assert models[0].loras == ("style",)
-    assert [(model.unit, model.own[0]) for model in models] == [(4, 1), (4, 1), (32, 1), (16, 1), (1, 2)]
+    assert [(model.unit, model.own[0]) for model in models] == [(4, 1), (4, 1), (32, 1), (16, 1), (32, 1), (1, 2)]
+    masked = [model.takes.keys() >= {"image+mask"} for model in models]
+    assert masked == [True, True, False, False, False, False]
     rows: list[tuple[str, int, dict[str, Any], str]] = [
         ("flux", 2, {}, "takes one image, got 2; send one"),
         ("flux", 0, {"frames": 5}, "generates images, no videos"),
@@ -283,22 +293,24 @@ def test_an_edit_has_the_bits_of_the_command(
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"), [("ltx", None), ("ltx", "distilled"), ("wan_i2v", None), ("minimax_h3", None)]
+    ("name", "preset"),
+    [("ltx", None), ("ltx", "distilled"), ("wan_i2v", None), ("ltx2_ordinary", None), ("minimax_h3", None)],
 )
 def test_a_video_has_the_frames_of_the_command(
     others: Driver, folders: dict[str, Path], tmp_path: Path, name: str, preset: str | None
 ) -> None:
-    images, words = ([], []) if name == "ltx" else ([INPUT], ["--image", folders["flux"] / "input.png"])
-    sounds = name == "minimax_h3"  # whose frames per second are fixed, and whose steps count the end
-    count, rate = (124, 24) if sounds else (5, 8)
-    sampling: dict[str, Any] = {"steps": 2 + sounds} if preset is None else {"preset": preset}
-    order = of(folders[name], *images, size=(32, 64), **sampling, frames=count, fps=None if sounds else rate)
+    images, words = ([], []) if name.startswith("ltx") else ([INPUT], ["--image", folders["flux"] / "input.png"])
+    fixed, sounds = name == "minimax_h3", name in ("minimax_h3", "ltx2_ordinary")
+    count, rate = (124, 24) if fixed else (9, 24) if sounds else (5, 8)
+    # whose frames per second are fixed, and whose steps count the end
+    sampling: dict[str, Any] = {"steps": 2 + fixed} if preset is None else {"preset": preset}
+    order = of(folders[name], *images, size=(32, 64), **sampling, frames=count, fps=None if fixed else rate)
     made = others.ask(order)
     assert isinstance(made, VideoResult), made
     size = made.height, made.width, made.frames, made.fps
     assert (*size, made.steps) == (32, 64, count, rate, 2 if preset is None else 7)
     words += [text for name, value in sampling.items() for text in (f"--{name}", value)]
-    flags = ["--model", folders[name], "--size", "32x64", "--frames", count, *([] if sounds else ["--fps", rate])]
+    flags = ["--model", folders[name], "--size", "32x64", "--frames", count, *([] if fixed else ["--fps", rate])]
     with av.open(io.BytesIO(made.file), "r") as file:
         assert len(file.streams.audio) == sounds
     (theirs, expected), (ours, stored) = frames(sampled(tmp_path / "x.mp4", *flags, *words)), frames(made)
@@ -310,6 +322,65 @@ def test_a_video_has_the_frames_of_the_command(
     assert abs(ours - other).mean() > 4
     values = stored["prompt"], stored["frames"], stored["seed"], stored["rate"], len(stored.get("images", ()))
     assert values == ("a red cat", count, 3, rate, len(images))
+
+
+SMALL = Image.fromarray(INPUT).resize((32, 24), Image.Resampling.LANCZOS)
+UPPER = np.zeros(INPUT.shape[:2], np.uint8)
+UPPER[:32] = 255
+STARTS: dict[str, list[str]] = {  # classes of diffusers, and what their call takes besides
+    "FluxInpaintPipeline": ["image", "mask_image"],
+    "FluxControlNetPipeline": ["control_image"],
+    "FluxControlNetImg2ImgPipeline": ["image", "control_image"],
+    "FluxControlNetInpaintPipeline": ["image", "mask_image", "control_image"],
+}
+
+
+def of_diffusers(rank: int, world: int, device: torch.device, folder: str, net: str) -> list[np.ndarray]:
+    """What these pipelines of diffusers make with the parts that `seqpar.load` returns."""
+    import diffusers  # after TRITON_INTERPRET is set
+
+    pipe = package.load(folder, dtype=torch.float32)
+    control = diffusers.FluxControlNetModel.from_pretrained(net, torch_dtype=torch.float32)
+    inputs = {"image": SMALL, "mask_image": Image.fromarray(UPPER), "control_image": Image.fromarray(INPUT)}
+    made = list[np.ndarray]()
+    for name, takes in STARTS.items():
+        more = {"controlnet": control} if "control_image" in takes else {}
+        other: Any = getattr(diffusers, name)(**pipe.components, **more)
+        other.set_progress_bar_config(disable=True)
+        how: dict[str, Any] = {"prompt": "a red cat", "height": 24, "width": 32, "num_inference_steps": 4}
+        how |= {"controlnet_conditioning_scale": 0.7} if more else {}
+        how |= {"strength": 0.6} if "image" in takes else {}
+        how |= {name: inputs[name] for name in takes}
+        made.append(np.asarray(other(**how, generator=torch.Generator().manual_seed(3)).images[0]))
+    return made
+
+
+def test_masks_and_controlnets_have_the_bits_of_the_pipelines_of_diffusers(
+    others: Driver, folders: dict[str, Path], ranks: Pool
+) -> None:
+    folder = folders["flux"]
+    facts = others.ready.models[0]
+    assert facts.controlnets == ("pose",)
+    assert {*facts.takes} == {"text", "image", "image+mask", "control", "image+control", "image+mask+control"}
+    assert others.ready.models[1].controlnets == ()
+
+    def asked(takes: list[str], input: np.ndarray = INPUT, mask: np.ndarray = UPPER) -> np.ndarray:
+        pixels = {"image": INPUT, "mask_image": mask, "control_image": input}
+        order = of(folder, *[INPUT] * ("image" in takes), size=(24, 32), steps=4)
+        (folder / "pixels").write_bytes(b"".join(pixels[name].tobytes() for name in takes))
+        given: dict[str, Any] = {"strength": 0.6} if "image" in takes else {}
+        if "mask_image" in takes:
+            given["mask"] = InputImage(64, 80, "", 1)
+        if "control_image" in takes:
+            given |= {"control": InputImage(64, 80, ""), "controlnet": "pose", "control_scale": 0.7}
+        return image(others.ask(replace(order, **given)))
+
+    made = [asked(takes) for takes in STARTS.values()]
+    for right in ranks.run(2, of_diffusers, str(folder), str(folders["pose"])):
+        assert [np.array_equal(one, other) for one, other in zip(made, right, strict=True)] == [True] * 4
+    assert not np.array_equal(made[0], asked(STARTS["FluxInpaintPipeline"], mask=255 - UPPER))
+    assert not np.array_equal(made[1], asked(STARTS["FluxControlNetPipeline"], input=INPUT[::-1].copy()))
+    assert np.array_equal(made[1], asked(STARTS["FluxControlNetPipeline"]))
 
 
 # LoRAs ---------------------------------------------------------------------------------------------------------------
@@ -437,6 +508,8 @@ def test_a_step_cache_keeps_nothing_of_other_requests(ranks: Pool) -> None:
         (("--warm", "auto", "64x50"), "no served model takes --warm 64x50: got size 50x64"),
         (("--warm", "big"), "--warm big is no size; use WIDTHxHEIGHT in pixels, such as 1024x768, or auto"),
         (("--loras", "empty"), "has no files NAME.safetensors"),
+        (("--controlnet", "empty"), "got --controlnet empty, expected NAME=FOLDER"),
+        (("--controlnet", "pose=empty"), "got ControlNet empty, which has no config.json"),
         (("--loras", "name"), "LoRA '-odd'"),
         (("--loras", "misfit"), "LoRA misfit fits no served model"),
         (("--cache", "dbcach"), "got step cache 'dbcach', expected dbcache or taylorseer"),

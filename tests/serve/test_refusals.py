@@ -6,9 +6,11 @@ import json
 import re
 import socket
 import zlib
+from base64 import b64encode
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from safetensors.numpy import save
@@ -87,6 +89,7 @@ IMAGE_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"x" * 200: 1}, "unknown fields xxx"),
     ({"bad\nname": 1}, "unknown fields bad\\nname"),
 ]
+URL = f"data:image/png;base64,{b64encode(file_of()).decode()}"
 TWO = "unknown or repeated lora; use some of high@transformer, low@transformer_2, style@transformer,"
 VIDEO_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt is required"),
@@ -99,7 +102,13 @@ VIDEO_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"frames": 0}, "frames 0 should be"),
     ({"fps": 1001}, "fps 1001 should be"),
     ({"n": 2}, "n 2 should be less than or equal to 1"),
-    ({"input_reference": "/etc/passwd"}, "unknown fields input_reference; see"),
+    ({"input_reference": "/etc/passwd"}, "input_reference '/etc/passwd' must be a data URL of a PNG, JPEG or WebP"),
+    ({"input_reference": {"image_url": "http://127.0.0.1/x.png"}}, "no other URL is read"),
+    ({"input_reference": {"file_id": "1"}}, "input_reference {'file_id': '1'} should be a valid string"),
+    ({"image": "data:image/gif;base64,R0lGODlh"}, "must be a data URL of a PNG, JPEG or WebP in base64; no other"),
+    ({"image": "data:image/png;base64,%%%"}, "image is not base64"),
+    ({"image": URL, "input_reference": URL, "model": "clip"}, "model clip takes one image, got 2"),
+    ({"image": URL, "model": "movie"}, "model movie takes no images"),
     ({"lora": "style"}, TWO),
     ({"lora": "high@transformer_2"}, TWO),
     ({"lora": [{"name": "high"}, {"name": "high@transformer"}]}, TWO),
@@ -128,6 +137,11 @@ RULES: list[tuple[dict[str, Any], str, str]] = [  # of the ranks: fields, param,
     ({"true_guidance": 2}, "true_guidance", "model strict takes no true_guidance; leave it out"),
     ({"negative_prompt": "a"}, "negative_prompt", "takes no negative_prompt: it has one branch; leave it out"),
     ({"lora": "style"}, "lora", "unknown or repeated lora; strict has none"),
+    ({"controlnet": "pose"}, "controlnet", "controlnet 'pose' is unknown; strict has none"),
+    ({"controlnet": "x", "control_image": URL, "model": "editor"}, "controlnet", "is unknown; use pose"),
+    ({"controlnet": "pose", "model": "editor"}, "control_image", "controlnet and control_image need each other"),
+    ({"control_image": URL}, "control_image", "controlnet and control_image need each other; send both"),
+    ({"control_image": "file:///etc/passwd"}, "control_image", "no other URL is read"),
     ({"model": "breeds", "prompt": "tenhc"}, "prompt", "got class 'tenhc', expected one of tench, or 0 to 2"),
     ({"model": "breeds", "prompt": "3"}, "prompt", "got class '3', expected one of "),
     ({"model": "breeds", "prompt": "9" * 5000}, "prompt", "got class '9999"),
@@ -150,11 +164,25 @@ def bomb() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + part(b"IDAT", zlib.compress(bytes(1000))) + part(b"IEND", b"")
 
 
-PNG = ("image", file_of())
+def mask_of(rows: int) -> bytes:
+    """A mask whose first row is transparent."""
+    return file_of((np.full((rows, 10, 4), 255) * (np.arange(rows)[:, None, None] > 0)).astype(np.uint8))
+
+
+PNG, MASK = ("image", file_of()), mask_of(6)
 REFERENCE = ("input_reference", file_of())
+POSE = {"prompt": "x", "model": "editor", "controlnet": "pose"}
 CLIP = {"prompt": "never", "model": "clip"}
 FORMS: list[tuple[str, dict[str, Any], list[tuple[str, bytes]], str]] = [
-    (EDITS, {"prompt": "x"}, [("mask", file_of())], "mask is not supported"),
+    (EDITS, {"prompt": "x"}, [("mask", MASK)], "image is required"),
+    (EDITS, {"prompt": "x", "model": "changer"}, [PNG, ("mask", MASK)], "model changer takes no mask"),
+    (EDITS, {"prompt": "x"}, [PNG, PNG, ("mask", MASK)], "model editor takes one image, got 2; send one"),
+    (EDITS, {"prompt": "x"}, [PNG, ("mask", MASK), ("mask", MASK)], "got 2 files mask, expected one"),
+    (EDITS, {"prompt": "x"}, [PNG, ("mask", file_of())], "got mask without transparency, expected transparent pixels"),
+    (EDITS, {"prompt": "x"}, [PNG, ("mask", mask_of(3))], "got mask of 10x3 pixels, expected the image's 10x6"),
+    (EDITS, POSE, [PNG, ("control_image", PNG[1])], "model editor takes no controlnet with image"),
+    (EDITS, POSE, [("control_image", b"none")], "got control_image, which is none, expected a picture"),
+    (EDITS, {"prompt": "x"}, [PNG, ("mask", b"none")], "got mask, which is none, expected a picture"),
     (EDITS, {"prompt": "x"}, [("image", b"no image")], "got image 1, which is none, expected a picture as PNG, JPEG"),
     (EDITS, {"prompt": "x"}, [("image", file_of(kind="gif"))], "got image 1, which is none"),
     (EDITS, {"prompt": "x"}, [PNG, ("image", file_of()[:-30])], "got image 2, which is broken"),
@@ -181,7 +209,8 @@ FORMS: list[tuple[str, dict[str, Any], list[tuple[str, bytes]], str]] = [
     (EDITS, {"prompt": "x", "model": "movie"}, [PNG], "model movie generates videos; use /v1/videos"),
     (VIDEOS, CLIP, [("input_reference", b"no image")], "got image 1, which is none"),
     (VIDEOS, CLIP, [REFERENCE] * 2, "model clip takes one image, got 2; send one"),
-    (VIDEOS, CLIP, [PNG], "unknown files 'image'; send files as input_reference"),
+    (VIDEOS, CLIP, [("file", file_of())], "unknown files 'file'; send files as input_reference or image"),
+    (VIDEOS, CLIP, [REFERENCE, PNG], "model clip takes one image, got 2"),
     (EDITS, {"prompt": "x", "model": "strict"}, [PNG] * 2, "model strict takes one image, got 2; send one"),
     (EDITS, {"prompt": "x", "model": "strict", "negative_prompt": "a"}, [PNG], "without true_guidance over 1; add it"),
     (VIDEOS, {"prompt": "never"}, [REFERENCE], "model movie takes no images"),
@@ -243,6 +272,8 @@ def test_bad_requests(front: Running) -> None:
     for path, data, files, said in FORMS:
         check(post(path, data=data, files=files), 400, said)
     check(post(EDITS, data={"prompt": "x", "model": "none"}, files=[PNG]), 404, "model not found")
+    broken = {**CLIP, "image": "data:image/png;base64,bm9uZQ=="}
+    check(post(VIDEOS, json=broken), 400, "got image 1, which is none", "image")
     waiting = [post(VIDEOS, json={"prompt": "x"}).json()["id"] for _ in range(3)]
     check(post(GENERATIONS, json={"prompt": "x"}), 429, "queue is full (3 requests)")
     for path, rows in ((GENERATIONS, IMAGE_FIELDS), (VIDEOS, VIDEO_FIELDS)):

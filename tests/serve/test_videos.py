@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from typing import Any
 
 import openai
@@ -53,6 +54,14 @@ def test_an_input_image_json_and_the_frames_that_fit(front: Running) -> None:
     assert (clip.status, clip.seconds, clip.size) == ("completed", f"{49 / 24:g}", "16x24")
     order = front.orders[-1]
     assert (order["fps"], order["images"][0]["height"]) == (24, PIXELS.shape[0])
+    url = f"data:image/png;base64,{b64encode(file_of()).decode()}"
+    for field, file in (("image", url), ("input_reference", url), ("input_reference", {"image_url": url})):
+        answer = front.http.post(VIDEOS, json={"prompt": "x", "model": "clip", field: file})
+        assert ended(front.ai, answer.json()["id"]).status == "completed"
+        assert front.orders[-1]["images"] == order["images"]
+    sent = front.http.post(VIDEOS, data={"prompt": "x", "model": "clip"}, files={"image": file_of()})
+    assert ended(front.ai, sent.json()["id"]).status == "completed"
+    assert front.orders[-1]["images"] == order["images"]
     cases: list[tuple[dict[str, Any], int]] = [({"seconds": "0.1"}, 1), ({"frames": 13, "user": "me"}, 13), ({}, 9)]
     for fields, frames in cases:
         answer = front.http.post(VIDEOS, json={"prompt": "x", **fields})

@@ -60,7 +60,13 @@ FACTS: dict[str, dict[str, Any]] = {
     "toy": {"loras": ("style", "lines"), "sizes": (SIZE, (24, 40))},
     "other": {},
     "editor": {
-        "takes": {"text": Takes({"strength": "it changes an input image"}), "image": Takes(several=True)},
+        "takes": {
+            "text": Takes({"strength": "it changes an input image"}),
+            "image": Takes(several=True),
+            "image+mask": Takes(),
+            "control": Takes(),
+        },
+        "controlnets": ("pose",),
         "loras": ("style",),
     },
     "changer": {"takes": {"image": Takes()}},
@@ -194,7 +200,7 @@ def answer(fake: Fake, order: ImageRequest) -> ToServer:
         )
     if order.images and order.prompt != "drawn":  # the last one, so that a test sees that it was sent
         last = order.images[-1]
-        pixels = Path(order.pixels or "").read_bytes()[-last.nbytes :]
+        pixels = Path(order.pixels or "").read_bytes()[: sum(x.nbytes for x in order.images)][-last.nbytes :]
         return ImageResult(order.id, last.height, last.width, pixels, steps, {"steps": 8.0})
     pixels = pixels_of(order.seed, height, width)[: 5 if order.prompt == "short" else None]
     computed = (1, steps) if order.prompt == "cats" else None  # as by a step cache

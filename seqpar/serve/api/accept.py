@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -24,23 +24,33 @@ Purpose = Literal["images", "edits", "videos"]
 
 
 async def accept(
-    request: Request, server: ApiServer, key: str, body: CommonFields, purpose: Purpose, files: list[bytes], param: str
+    request: Request,
+    server: ApiServer,
+    key: str,
+    body: CommonFields,
+    purpose: Purpose,
+    files: list[bytes],
+    param: str,
+    others: Mapping[str, bytes] | None = None,
 ) -> ServerJob:
     """Check a request, decode its files, and queue its job, with the request's id; ProblemError if it is refused.
 
-    param: the field of the files.
+    param: the field of the files. others: a mask and a control_image.
     """
     model = _model_for(server, body.model, purpose)
     longest_s = server.args.video_deadline_s if purpose == "videos" else server.args.deadline_s
     if body.deadline_s is not None and body.deadline_s > longest_s:
         text = f"got deadline_s {body.deadline_s:g}, expected at most {longest_s:g}"
         raise refused(400, "invalid_value", text, "deadline_s")
-    if purpose == "edits" and not files:
+    others = others or {}
+    if purpose == "edits" and not files and "control_image" not in others:
         raise refused(400, "missing_field", f"{param} is required; see /openapi.json", param)
-    spec = body.spec(model, longest_s if body.deadline_s is None else body.deadline_s, InputFiles.of(len(files)))
+    inputs, roles = [*files, *others.values()], tuple(others)
+    deadline_s = longest_s if body.deadline_s is None else body.deadline_s
+    spec = body.spec(model, deadline_s, InputFiles.of(len(inputs), roles))
     check(model, spec, {"image": param} | ({"frames": "seconds"} if "seconds" in body.model_fields_set else {}))
-    if files:
-        spec = spec.having(await decode_inputs(server, key, files, param))
+    if inputs:
+        spec = spec.having(await decode_inputs(server, key, inputs, param, roles))
     job = server.queue.add(request.state.id, key, spec)
     prompt = body.prompt if server.args.show_prompts else "not shown"
     facts = {"model": model.name, "count": spec.count, "frames": spec.request.frames}
@@ -48,16 +58,22 @@ async def accept(
     return job
 
 
-async def decode_inputs(server: ApiServer, key: str, files: list[bytes], param: str) -> InputFiles:
-    """Decode a client's files; ProblemError for other files, or if too much waits. param: their field."""
+async def decode_inputs(
+    server: ApiServer, key: str, files: list[bytes], param: str, roles: Sequence[str] = ()
+) -> InputFiles:
+    """Decode a client's files; ProblemError for other files, or if too much waits. param: their field.
+
+    roles: of the last ones, each the name of its field.
+    """
     server.queue.check(key, 0)  # before the work of decoding
     if server.codec.waiting >= MOST_WAITING:
         text = f"{MOST_WAITING} requests with images wait to be decoded; retry later"
         raise refused(429, "queue_full", text, retry_after="1")
     try:
-        return await server.codec.decode(files, partial(server.queue.check, key))
+        return await server.codec.decode(files, partial(server.queue.check, key), roles)
     except ValueError as error:
-        raise refused(400, "invalid_picture", str(error), param) from error
+        field = next((role for role in roles if str(error).startswith(f"got {role}")), param)
+        raise refused(400, "invalid_picture", str(error), field) from error
     except ProcessDiedError as error:
         raise refused(500, "failure", str(error), param) from error
     except OSError as error:

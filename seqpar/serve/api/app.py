@@ -164,6 +164,7 @@ def _model(model: ServedModel, server: ApiServer) -> dict[str, Any]:
         "classes": model.classes,
         "loras": model.loras,
         "presets": model.presets,
+        "controlnets": model.controlnets,
         "schedulers": model.schedulers,
         "takes": msgspec.to_builtins(model.takes),
         "precision": model.precision,

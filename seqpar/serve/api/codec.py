@@ -25,10 +25,10 @@ from typing import Any, Literal, TypeVar
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from seqpar.pipelines.image_files import BROKEN, FORMATS, MOST_PIXELS, decoded, digest
+from seqpar.pipelines.image_files import BROKEN, FORMATS, MOST_PIXELS, decoded, decoded_mask, digest
 from seqpar.serve.api import log
 from seqpar.serve.api.errors import short
-from seqpar.serve.messages import InputImage
+from seqpar.serve.messages import MASK, InputImage
 
 ImageKind = Literal["png", "jpeg", "webp", "safetensors"]
 T = TypeVar("T")
@@ -54,15 +54,22 @@ class PixelFile:
 
 @dataclass(frozen=True)
 class InputFiles:
-    """The input images of a request, and the file with their pixels."""
+    """The input images of a request, by their roles, and the file with their pixels."""
 
     images: tuple[InputImage, ...] = ()
+    mask: InputImage | None = None
+    control_image: InputImage | None = None
     file: PixelFile | None = None
 
     @staticmethod
-    def of(count: int) -> InputFiles:
-        """What stands for so many images before they are decoded."""
-        return InputFiles((InputImage(0, 0, ""),) * count)
+    def of(count: int, roles: Sequence[str] = ()) -> InputFiles:
+        """What stands for so many images before they are decoded. roles: of the last ones, mask or control_image."""
+        return InputFiles.having([InputImage(0, 0, "")] * count, roles)
+
+    @staticmethod
+    def having(images: Sequence[InputImage], roles: Sequence[str], file: PixelFile | None = None) -> InputFiles:
+        plain = len(images) - len(roles)
+        return InputFiles(tuple(images[:plain]), **dict(zip(roles, images[plain:], strict=True)), file=file)
 
     @property
     def path(self) -> str | None:
@@ -127,17 +134,20 @@ class Codec:
         self.waiting = 0  # requests whose images are decoded or wait for it, with up to 50 MB each
         self.encoder.start()
 
-    async def decode(self, files: Sequence[bytes], check: Callable[[int], None]) -> InputFiles:
+    async def decode(
+        self, files: Sequence[bytes], check: Callable[[int], None], roles: Sequence[str] = ()
+    ) -> InputFiles:
         """Decode a client's files; ValueError for other files, OSError if the process died or the disk is full.
 
-        check: called with the bytes of all pixels before any are decoded; its errors are raised.
+        check: called with the bytes of all pixels before any are decoded; its errors are raised. roles: as for
+        `InputFiles.of`.
         """
         self.waiting += 1
         try:
             async with self._turn:
                 check(3 * await self._decoders.run(pixels_in, files))
                 file = PixelFile(self._folder)
-                return InputFiles(await self._decoders.run(written, files, file.path), file)
+                return InputFiles.having(await self._decoders.run(written, files, file.path, roles), roles, file)
         finally:
             self.waiting -= 1
 
@@ -199,19 +209,29 @@ def pixels_in(files: Sequence[bytes]) -> int:
     return pixels
 
 
-def written(files: Sequence[bytes], path: Path) -> tuple[InputImage, ...]:
-    """Decode files of images, and write their pixels into a new file; ValueError for other files."""
-    images = list[InputImage]()
+def written(files: Sequence[bytes], path: Path, roles: Sequence[str] = ()) -> tuple[InputImage, ...]:
+    """Decode files of images, and write their pixels into a new file; ValueError for other files.
+
+    roles: as for `InputFiles.of`. A mask has the size of the first image, and is written as `decoded_mask` returns it.
+    """
+    images, plain = list[InputImage](), len(files) - len(roles)
+    names = [*(f"image {number}" for number in range(1, plain + 1)), *roles]
     with path.open("xb") as out:
-        for number, file in enumerate(files, 1):
-            what = f"image {number}"
-            if is_array(file):
+        for what, file in zip(names, files, strict=True):
+            channels = 3
+            if what == MASK:
+                mask = decoded_mask(what, io.BytesIO(file))
+                (height, width), pixels, channels = (mask.height, mask.width), mask.tobytes(), 1
+                if (height, width) != (images[0].height, images[0].width):
+                    size = f"{images[0].width}x{images[0].height}"
+                    raise ValueError(f"got mask of {width}x{height} pixels, expected the image's {size}")
+            elif is_array(file):
                 (height, width), pixels = array_of(what, file)
             else:
                 image = decoded(what, io.BytesIO(file))
                 (height, width), pixels = (image.height, image.width), image.tobytes()
             out.write(pixels)
-            images.append(InputImage(height, width, digest(pixels)))
+            images.append(InputImage(height, width, digest(pixels), channels))
     return tuple(images)
 
 

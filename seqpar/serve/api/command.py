@@ -30,7 +30,7 @@ LEAST |= dict.fromkeys(("port", "deadline_s", "video_deadline_s", "grace_s", "ke
 GROUPS = {
     "GPUs": ("gpus", "ranks"),
     "Network": ("host", "port", "keys", "trusted_proxies", "connections"),
-    "Models": ("name", "loras", "warm", "precision", "min_psnr", "cache", "park", "loaded", "swap"),
+    "Models": ("name", "loras", "controlnet", "warm", "precision", "min_psnr", "cache", "park", "loaded", "swap"),
     "Requests": ("queue", "deadline_s", "video_deadline_s", "grace_s"),
     "Results": ("keep_s", "keep_bytes", "jobs"),
     "Advanced": ("show_prompts", "restarts", "stuck_s"),
@@ -59,6 +59,8 @@ class ServeArgs:
     loras: Path | None = None
     """Folder of LoRAs that requests may name, NAME.safetensors each, for the models that they fit. Requests use
     NAME@TRANSFORMER where a model has several transformers."""
+    controlnet: Annotated[tuple[str, ...], Flag("NAME=FOLDER")] = ()
+    """ControlNets that requests may name, each a folder of diffusers, for the models that they fit."""
     warm: Annotated[tuple[str, ...], Flag("WxH")] = ()
     """Sizes, width x height or auto, that each model runs before it is ready, if it takes them. Other sizes work too;
     the first image of a size takes longer."""
@@ -161,8 +163,9 @@ class ServeArgs:
         eight = [] if self.precision is None else ["--precision", self.precision]
         eight += [] if self.min_psnr is None else ["--min-psnr", str(self.min_psnr)]
         cache = [] if self.cache is None else ["--cache", self.cache]
+        nets = ["--controlnet", *self.controlnet] if self.controlnet else []
         names = ["--names", *self.public_names()] if self.public_names() != [*self.models] else []
-        how = [*loras, *warm, *eight, *cache, *names, *(["--park"] if self.park else [])]
+        how = [*loras, *nets, *warm, *eight, *cache, *names, *(["--park"] if self.park else [])]
         how += [] if self.loaded is None else ["--most", str(self.loaded)]
         how += ["--swaps"] if self.swap else []
         return [sys.executable, "-u", "-m", "seqpar.cli", "replica", *self.models, *count, *how]

@@ -14,32 +14,40 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from seqpar.serve.api.accept import accept
-from seqpar.serve.api.errors import ProblemError, refused
+from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.jobs import ImageMade, JobEvent, PreviewMade, Queue, ServerJob, Stepped
-from seqpar.serve.api.requests import Edit, Generation, form_schema, read_form
+from seqpar.serve.api.requests import Edit, Generation, file_in, form_schema, read_form
 from seqpar.serve.api.state import ApiServer, Key, Server
 
-EDIT_BODY = form_schema(Edit, {"image": {"description": "A PNG, JPEG or WebP; several as image[]."}})
+FILES = {
+    "image": "A PNG, JPEG or WebP; several as image[].",
+    "mask": "A PNG or WebP of the size of the image, transparent where it is repainted.",
+    "control_image": "What the ControlNet follows.",
+}
+EDIT_BODY = form_schema(Edit, {name: {"description": text} for name, text in FILES.items()})
 OF_LINKS = "dall-e-"  # names of models whose images OpenAI returned as links by default
 LEFT = "the client disconnected before the images were made"
 QUIET_S = 15.0  # without an event, after which a comment is sent: proxies close silent connections
 COMMENT = b": waiting\n\n"
 
 
+def others_of(body: Generation) -> dict[str, bytes]:
+    """The file in a data URL of a body, by its field."""
+    return dict.fromkeys(("control_image",), file[0]) if (file := file_in("control_image", body.control_image)) else {}
+
+
 async def generate(body: Generation, request: Request, server: Server, key: Key) -> Response:
     """Generate images. The header x-request-id of the answer is also the id of the job."""
-    job = await accept(request, server, key, body, "images", [], "image")
+    job = await accept(request, server, key, body, "images", [], "image", others_of(body))
     return await _answer(body, job, "image_generation", request, server)
 
 
 async def edit(request: Request, server: Server, key: Key) -> Response:
     """Edit images. The header x-request-id of the answer is also the id of the job."""
     form = await read_form(request)
-    if "mask" in form.files:
-        text = "mask is not supported; leave it out and describe the change in the prompt"
-        raise refused(400, "unknown_field", text, "mask")
     body = form.fields(Edit)
-    job = await accept(request, server, key, body, "edits", form.files_of("image", "image[]"), "image")
+    named = {name: file for name in ("mask", "control_image") for file in form.one_of(name)} | others_of(body)
+    job = await accept(request, server, key, body, "edits", form.files_of("image", "image[]"), "image", named)
     del form  # up to 50 MB, which the job does not need
     return await _answer(body, job, "image_edit", request, server)
 

@@ -95,12 +95,13 @@ class JobSpec:
 
     def having(self, inputs: InputFiles) -> JobSpec:
         """The same with input images, which have been decoded."""
-        request = msgspec.structs.replace(self.request, images=inputs.images, pixels=inputs.path)
+        named = {"mask": inputs.mask, "control": inputs.control_image, "pixels": inputs.path}
+        request = msgspec.structs.replace(self.request, images=inputs.images, **named)
         return replace(self, request=request, pixels=inputs.file)
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.pixels is None else sum(image.nbytes for image in self.request.images)
+        return 0 if self.pixels is None else sum(image.nbytes for image in self.request.inputs)
 
 
 @dataclass(eq=False)

@@ -11,12 +11,14 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from base64 import b64decode
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 from fastapi import Request
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BaseModel,
     BeforeValidator,
@@ -37,6 +39,7 @@ from seqpar.serve.messages import MOST_STEPS, ImageRequest, ServedModel, VideoFa
 from seqpar.serve.rules import MOST_SIDE, nearest_frames
 
 MOST_SEED = 2**63 - 1
+DATA = re.compile("data:image/(png|jpe?g|webp);base64,")
 LEAST_STRENGTH = 0.001  # at least one step of any number of steps
 MOST_FRAMES = 4096
 MOST_FILES, MOST_FIELDS = 17, 64  # of a form: sixteen images and a mask
@@ -86,6 +89,34 @@ def _number(value: Any) -> Any:
         return float(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else value
     except (ValueError, OverflowError):
         return value
+
+
+def _url_in(value: Any) -> Any:
+    """The URL of OpenAI's reference to an image, {"image_url": URL}."""
+    match value:
+        case {"image_url": str(url), **others} if not others:
+            return url
+        case _:
+            return value
+
+
+def _data(value: str) -> str:
+    if not DATA.match(value):
+        raise ValueError("must be a data URL of a PNG, JPEG or WebP in base64; no other URL is read")
+    return value
+
+
+def file_in(name: str, url: str | None) -> list[bytes]:
+    """The file of a data URL, if there is one; ProblemError if it is not base64. name: of its field."""
+    try:
+        return [] if url is None else [b64decode(url.partition(",")[2], validate=True)]
+    except ValueError as error:
+        raise refused(400, "invalid_picture", f"{name} is not base64: {error}", name) from error
+
+
+DataUrl = Annotated[
+    str, BeforeValidator(_url_in), AfterValidator(_data), Field(description="A data URL: data:image/png;base64,...")
+]
 
 
 class CommonFields(BaseModel):
@@ -186,6 +217,8 @@ class CommonFields(BaseModel):
             self.scheduler,
             loras=tuple((model.lora(name) or name, scale) for name, scale in self.loras),
             images=inputs.images,
+            mask=inputs.mask,
+            control=inputs.control_image,
             pixels=inputs.path,
             preset=self.preset,
             **fields,
@@ -206,6 +239,11 @@ class Generation(CommonFields):
     output_compression: Annotated[int, Field(ge=0, le=100, description="Quality of JPEG and WebP.")] = 100
     stream: Annotated[bool, Field(description="Answer with events as they happen.")] = False
     partial_images: Annotated[int, Field(ge=0, le=3, description="Previews of each image in the stream.")] = 0
+    controlnet: Annotated[
+        str | None, Field(min_length=1, max_length=100, description="A ControlNet of the model (/v1/models).")
+    ] = None
+    control_scale: Annotated[float | None, Field(ge=0, le=10, allow_inf_nan=False)] = None
+    control_image: DataUrl | None = None
     stream_steps: Annotated[bool, Field(description="Stream the place in the queue and each step.")] = False
     quality: Ignored = None
     style: Ignored = None
@@ -252,6 +290,7 @@ class Generation(CommonFields):
         return self
 
     def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:
+        fields |= {"controlnet": self.controlnet, "control_scale": self.control_scale}
         spec = super().spec(model, deadline_s, inputs, partial_images=self.partial_images, **fields)
         return replace(spec, count=self.n, how=Format(self.output_format, self.output_compression))
 
@@ -269,7 +308,10 @@ class Edit(Generation):
 
 
 class VideoRequest(CommonFields):
-    """A request for a video."""
+    """A request for a video; the image that it begins with is a data URL, or a file of a form."""
+
+    image: DataUrl | None = None
+    input_reference: DataUrl | None = None
 
     seconds: Annotated[
         float | None,
@@ -281,6 +323,11 @@ class VideoRequest(CommonFields):
     ] = None
     fps: Annotated[int | None, Field(ge=1, le=1000, description="Frames per second.")] = None
     n: Annotated[int, named("n", "num_outputs_per_prompt", ge=1, le=1, description="Number of videos.")] = 1
+
+    @property
+    def files(self) -> list[bytes]:
+        """The files in data URLs; ProblemError for one that is not base64."""
+        return [*file_in("image", self.image), *file_in("input_reference", self.input_reference)]
 
     def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:
         facts = model.video
@@ -318,7 +365,7 @@ class FormBody:
     """A multipart body. Files have no names here: what a client calls them means nothing."""
 
     texts: dict[str, Any]
-    files: Mapping[str, Sequence[bytes]]
+    files: dict[str, list[bytes]]
 
     def fields(self, kind: type[FieldsT]) -> FieldsT:
         """The texts as fields of a request, "3" as a number; ProblemError for invalid ones."""
@@ -326,6 +373,13 @@ class FormBody:
             return kind.model_validate(self.texts, strict=False)
         except ValidationError as error:
             raise ProblemError(of_validation(error.errors(), kind.model_fields)) from error
+
+    def one_of(self, name: str) -> list[bytes]:
+        """Take the file of a field, if there is one, out of the others; ProblemError for several."""
+        files = [*self.files.pop(name, ())]
+        if len(files) > 1:
+            raise refused(400, "invalid_value", f"got {len(files)} files {name}, expected one", name)
+        return files
 
     def files_of(self, *names: str) -> list[bytes]:
         """The files of some fields, in order; ProblemError for files of other fields."""

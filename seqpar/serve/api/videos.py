@@ -15,8 +15,8 @@ from seqpar.serve.api.gate import VIDEOS
 from seqpar.serve.api.requests import VideoRequest, form_schema, read_form
 from seqpar.serve.api.state import Key, Server
 
-REFERENCE = "input_reference"
-BODY = form_schema(VideoRequest, {REFERENCE: {"description": "The first frame, as a PNG, JPEG or WebP."}})
+REFERENCES = ("input_reference", "image")  # OpenAI's name of the image that a video begins with, and ours
+BODY = form_schema(VideoRequest, {name: {"description": "The first frame: PNG, JPEG or WebP."} for name in REFERENCES})
 
 
 def add_videos(app: FastAPI) -> None:
@@ -31,13 +31,14 @@ async def create(request: Request, server: Server, key: Key) -> Response:
     """Queue a video. The header x-request-id of the answer is also the id of the video."""
     if request.headers.get("content-type", "").lower().startswith("multipart/"):
         form = await read_form(request)
-        body, files = form.fields(VideoRequest), form.files_of(REFERENCE)
+        body, files = form.fields(VideoRequest), form.files_of(*REFERENCES)
     else:
         try:
             body, files = VideoRequest.model_validate_json(await request.body()), list[bytes]()
         except ValidationError as error:
             raise ProblemError(of_validation(error.errors(), VideoRequest.model_fields)) from error
-    job = await accept(request, server, key, body, "videos", files, REFERENCE)
+    files += body.files
+    job = await accept(request, server, key, body, "videos", files, REFERENCES[body.image is not None])
     return JSONResponse({**(records.of(server, job).video or {}), **body.warnings}, headers=body.headers)
 
 

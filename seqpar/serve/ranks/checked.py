@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import log2, sqrt
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import diffusers
 import torch
 from PIL import Image
 
+from seqpar.loading.checkpoint import Fitted
+from seqpar.loading.folder import open_controlnet
 from seqpar.loading.lora import Lora
 from seqpar.loading.names import errors_only, random_model_of
 from seqpar.loading.schedulers import known
@@ -20,15 +24,17 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.find import find
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.pictures import check_encoder
-from seqpar.pipelines.protocol import GenerationRequest, Job, Source
+from seqpar.pipelines.protocol import Control, GenerationRequest, Job, Source
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Preferences
-from seqpar.serve.messages import IMAGE, MOST_STEPS, TEXT, ImageRequest, ServedModel, Takes, VideoFacts
+from seqpar.serve.messages import CONTROL, IMAGE, MASK, MOST_STEPS, TEXT, ImageRequest, ServedModel, Takes, VideoFacts
 from seqpar.serve.rules import SLOW_S
 from seqpar.transformer.calibration import Precision
 
 EXAMPLE = 256  # pixels along a side of the image that a model is planned with if it requires one
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+EXAMPLE_MASK = Picture("an example", Image.new("L", (EXAMPLE, EXAMPLE), 255))
 SHAPES = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))  # width to height
 LEAST_UNIT = 8  # pixels of which sides are multiples; 64 from 1024 x 1024 on, as models are trained
 POWERS, HALVED = range(-6, 16), 5  # of the area of sizes that are predicted; the limit is within 2 % of it
@@ -68,13 +74,14 @@ class CheckedModel:
         min_psnr: float | None = None,
         cache: str | None = None,
         park: bool = False,
+        controls: Mapping[str, Fitted] = NOTHING,
     ) -> CheckedModel:
         """Find, check and plan a model. loras: all of the server. Collective; the same ValueError on every rank."""
-        source = ranks.on_all_ranks(lambda: find(name))
+        source = ranks.on_all_ranks(lambda: find(name).having(controls))
         prompts = () if source.takes == "classes" else ("a",)
-        images = example_images(source.needs_image)
+        images, mask = example_images(source.needs_image), EXAMPLE_MASK if source.needs_mask else None
         kept: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
-        request = GenerationRequest(name, dtype, prompts=prompts, images=images, **kept)
+        request = GenerationRequest(name, dtype, prompts=prompts, images=images, mask=mask, **kept)
         ranks.on_all_ranks(lambda: request.check_precision(ranks.device))
         example = ranks.on_all_ranks(lambda: _runnable(source.check(request)))
         video = ranks.on_all_ranks(lambda: _video_facts(example))
@@ -92,7 +99,7 @@ class CheckedModel:
     @property
     def input_images(self) -> tuple[Picture, ...]:
         """Input images for such runs."""
-        return example_images(self.source.needs_image)
+        return (*example_images(self.source.needs_image), *([EXAMPLE_MASK] if self.source.needs_mask else ()))
 
     @property
     def memory(self) -> int:
@@ -113,7 +120,11 @@ class CheckedModel:
         return job
 
     def _order(self, request: ImageRequest, images: Sequence[Picture]) -> GenerationRequest:
-        is_classes = self.source.takes == "classes"
+        # a mask has one channel, and what a ControlNet follows is the last of the others
+        is_classes, mask = self.source.takes == "classes", next((x for x in images if x.image.mode == "L"), None)
+        colours, control = [x for x in images if x is not mask], None
+        if (name := request.controlnet) is not None:
+            control = Control(name, colours.pop(), 1.0 if request.control_scale is None else request.control_scale)
         order = GenerationRequest(
             self.example.request.model,
             self.dtype,
@@ -125,7 +136,9 @@ class CheckedModel:
             scheduler=request.scheduler,
             classes=(request.prompt,) if is_classes else (),
             prompts=() if is_classes else (request.prompt,),
-            images=tuple(images),
+            images=tuple(colours),
+            mask=mask,
+            control=control,
             strength=request.strength,
             frames=request.frames,
             fps=request.fps,
@@ -141,10 +154,10 @@ class CheckedModel:
 
         takes_size: whether the loaded pipeline takes a size. What it takes is found by its own check of requests.
         """
-        source, video = self.source, self.video
+        source, video, images = self.source, self.video, self.input_images
 
         def fits(other: tuple[int, int]) -> bool:
-            return self.why_not({"size": other}, self.input_images) is None and takes_size(other)
+            return self.why_not({"size": other}, images) is None and takes_size(other)
 
         with errors_only(diffusers.utils.logging):  # of settings that schedulers change
             schedulers = schedulers_of(source)
@@ -165,39 +178,55 @@ class CheckedModel:
             {number: tuple(names) for number, names in source.class_labels.items()},
             self.precision,
             self.example.request.cache,
-            {name: preset.steps for name, preset in source.presets.items() if not self.why_not({"preset": name})},
+            {
+                name: preset.steps
+                for name, preset in source.presets.items()
+                if not self.why_not({"preset": name}, images)
+            },
+            self.controlnets,
             self._takes(),
             *self._loads(size, unit),
             min_psnr=self.example.request.min_psnr,
         )
 
-    def why_not(self, fields: Mapping[str, Any], images: Sequence[Picture] = ()) -> str | None:
+    def why_not(self, fields: Mapping[str, Any], images: Sequence[Picture]) -> str | None:
         """Why the model's own check refuses these fields of a request; None if it takes them."""
         try:
-            self.job(ImageRequest("", self.name, self.prompt, **fields), images or self.input_images)
+            self.job(ImageRequest("", self.name, self.prompt, **fields), images)
         except ValueError as error:
             return str(error)
         return None
 
     @property
     def _least_steps(self) -> int:
-        return next((steps for steps in FEW_STEPS if not self.why_not({"steps": steps})), 1)
+        return next((steps for steps in FEW_STEPS if not self.why_not({"steps": steps}, self.input_images)), 1)
 
     def _takes(self) -> dict[str, Takes]:
         """What the model takes by what requests start from: each field is tried alone."""
-        kinds = {TEXT: (), IMAGE: example_images(self.source.takes_images)}
-        if self.source.needs_image:
-            del kinds[TEXT]
-        kinds = {kind: images for kind, images in kinds.items() if kind == TEXT or images}
-        return {kind: self._fields(images) for kind, images in kinds.items() if self.why_not({}, images) is None}
+        images = example_images(True)
+        starts = {TEXT: (), IMAGE: images, f"{IMAGE}+{MASK}": (*images, EXAMPLE_MASK)}
+        found = {name: self._fields(start) for name, start in starts.items() if self.why_not({}, start) is None}
+        for net in self.controlnets[:1]:
+            for name, start in starts.items():
+                given, name = {"controlnet": net}, CONTROL if name == TEXT else f"{name}+{CONTROL}"
+                if self.why_not(given, (*start, *images)) is None:
+                    found[name] = self._fields((*start, *images), given)
+        return found
 
-    def _fields(self, images: Sequence[Picture]) -> Takes:
-        reasons = {name: self.why_not({name: value}, images) for name, value in TRIED.items()}
-        both = {"negative_prompt": TRIED["negative_prompt"], "true_guidance": TRIED["true_guidance"]}
+    @cached_property
+    def controlnets(self) -> tuple[str, ...]:
+        """The names of the ControlNets that fit."""
+        images = (*self.input_images, *example_images(True))
+        return tuple(name for name in self.source.controls if self.why_not({"controlnet": name}, images) is None)
+
+    def _fields(self, images: Sequence[Picture], given: Mapping[str, Any] = NOTHING) -> Takes:
+        reasons = {name: self.why_not({**given, name: value}, images) for name, value in TRIED.items()}
+        both = {**given, "negative_prompt": TRIED["negative_prompt"], "true_guidance": TRIED["true_guidance"]}
         beside = {"negative_prompt": "true_guidance"} if reasons["negative_prompt"] else {}
         beside = beside if beside and self.why_not(both, images) is None else {}
         refused = {name: self._reason(text) for name, text in reasons.items() if text and name not in beside}
-        return Takes(refused, bool(images) and self.why_not({}, (*images, *images)) is None, beside)
+        alone = not images or given or EXAMPLE_MASK in images
+        return Takes(refused, not alone and self.why_not({}, (*images, *images)) is None, beside)
 
     def _reason(self, text: str) -> str:
         # without the flag before it and the advice after it; "" where it says nothing more
@@ -364,6 +393,17 @@ def loras_in(folder: Path | None) -> dict[str, Lora]:
         allowed = "at most 100 letters, digits, dots, _ and -, beginning with a letter or digit"
         raise ValueError(f"LoRA {bad!r} in --loras {folder}: names must be {allowed}; rename the file")
     return names
+
+
+def controls_in(words: Iterable[str]) -> dict[str, Fitted]:
+    """Name -> ControlNet of words NAME=FOLDER; ValueError for a bad name or folder. Reads headers."""
+    found = dict[str, Fitted]()
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not (equals and folder and LORA_NAME.fullmatch(name)) or name in found:
+            raise ValueError(f"got --controlnet {word}, expected NAME=FOLDER with a new name of letters and digits")
+        found[name] = open_controlnet(Path(folder))
+    return found
 
 
 def check_all_fit(loras: Iterable[str], models: Sequence[FittingLoras]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from seqpar.loading.checkpoint import Fitted
 from seqpar.loading.lora import Lora, remarks
 from seqpar.mesh.boundary import CancelledError, Reason, StepBoundary
 from seqpar.mesh.mesh import Mesh, default_dtype, end_groups
@@ -44,7 +45,7 @@ from seqpar.serve.messages import (
     VideoResult,
     size_of,
 )
-from seqpar.serve.ranks.checked import CheckedModel, check_all_fit, in_fields, loras_in
+from seqpar.serve.ranks.checked import NOTHING, CheckedModel, check_all_fit, controls_in, in_fields, loras_in
 from seqpar.serve.ranks.link import ServerLink
 from seqpar.serve.ranks.models import LoadError, Models
 from seqpar.serve.ranks.preview import Previews, Watch
@@ -187,14 +188,15 @@ def run(
     most: int | None = None,
     swaps: bool = False,
     first: Sequence[str] | None = None,
+    controlnet: Sequence[str] = (),
 ) -> None:
     """Load the models and serve until the API server sends `Finish` or disconnects. Collective.
 
     names: model -> its name in requests. dtype: of weights; None is bf16 on GPUs and fp32 on CPUs. loras: folder of
     LoRAs that requests may name. sizes: run before the ranks are ready. precision: of GEMMs; models that lack a
     calibration get it while they load. min_psnr: as for `seqpar.parallelize`; a model without a result of a search is a
-    ValueError. cache, park: as for `seqpar.load`. most, swaps: as for `Models`. first: names of the models
-    to load; None leaves the choice to `Models`.
+    ValueError. cache, park: as for `seqpar.load`. most, swaps: as for `Models`. first: names of the models to load; None
+    leaves the choice to `Models`. controlnet: NAME=FOLDER of each.
     """
     path = os.environ.get(SOCKET)
     if path is None:
@@ -202,6 +204,7 @@ def run(
     mesh, started = Mesh.joined(deadlines=deadlines), time.perf_counter()
     dtype = dtype or default_dtype(mesh.device)
     how: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
+    how["controls"] = mesh.on_all_ranks(lambda: controls_in(controlnet))
     models = checked(names, dtype, mesh, mesh.on_all_ranks(lambda: loras_in(loras)), **how)
     requests = mesh.on_all_ranks(lambda: warm_requests(models, sizes))
     warming = {x.name: [(request, x.input_images) for request in requests[x.name]] for x in models}
@@ -235,10 +238,14 @@ def checked(
     min_psnr: float | None = None,
     cache: str | None = None,
     park: bool = False,
+    controls: Mapping[str, Fitted] = NOTHING,
 ) -> list[CheckedModel]:
     """All models before weights load; ValueError if a LoRA fits none. Collective."""
     how: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
+    how["controls"] = controls
     models = [replace(CheckedModel.of(x, dtype, mesh, loras, **how), name=name) for x, name in names.items()]
+    if unfit := [name for name in controls if not any(name in model.source.controls for model in models)]:
+        raise ValueError(f"ControlNet {unfit[0]} fits no served model; leave it out, or serve its model")
     mesh.on_all_ranks(lambda: check_all_fit(loras, [model.loras for model in models]))
     notes = mesh.on_all_ranks(
         lambda: {x.name: remarks(list(x.loras.by_name.values()), x.source.presets, None) for x in models}
@@ -336,7 +343,7 @@ def _result(served: Served, request: ImageRequest) -> ImageResult | VideoResult:
 
 
 def input_images(request: ImageRequest, mesh: Mesh) -> tuple[Picture, ...]:
-    """The input images of a request on every rank; rank 0 reads the file with their pixels.
+    """The input images of a request, its mask last, on every rank; rank 0 reads the file with their pixels.
 
     The same ValueError on all ranks for a file that is too short.
     """
@@ -346,13 +353,14 @@ def input_images(request: ImageRequest, mesh: Mesh) -> tuple[Picture, ...]:
             raise ValueError("the request has images, but no file with their pixels")
         try:
             with open(request.pixels, "rb") as file:
-                sizes = [((image.width, image.height), file.read(image.nbytes)) for image in request.images]
+                read = [(image, file.read(image.nbytes)) for image in request.inputs]
         except OSError as error:  # its text has a path of the server
             raise ValueError("the server cannot read the images of the request; retry later") from error
-        images = (Image.frombytes("RGB", size, pixels) for size, pixels in sizes)
+        modes = {3: "RGB", 1: "L"}
+        images = (Image.frombytes(modes[x.channels], (x.width, x.height), pixels) for x, pixels in read)
         return [Picture(f"image {number}", image) for number, image in enumerate(images, 1)]
 
-    return shared(read, mesh) if request.images else ()
+    return shared(read, mesh) if request.inputs else ()
 
 
 def _watch(

@@ -339,13 +339,14 @@ def of_diffusers(rank: int, world: int, device: torch.device, folder: str, net: 
     """What these pipelines of diffusers make with the parts that `seqpar.load` returns."""
     import diffusers  # after TRITON_INTERPRET is set
 
+    theirs: Any = diffusers
     pipe = package.load(folder, dtype=torch.float32)
-    control = diffusers.FluxControlNetModel.from_pretrained(net, torch_dtype=torch.float32)
+    control = theirs.FluxControlNetModel.from_pretrained(net, torch_dtype=torch.float32)
     inputs = {"image": SMALL, "mask_image": Image.fromarray(UPPER), "control_image": Image.fromarray(INPUT)}
     made = list[np.ndarray]()
     for name, takes in STARTS.items():
         more = {"controlnet": control} if "control_image" in takes else {}
-        other: Any = getattr(diffusers, name)(**pipe.components, **more)
+        other = getattr(theirs, name)(**pipe.components, **more)
         other.set_progress_bar_config(disable=True)
         how: dict[str, Any] = {"prompt": "a red cat", "height": 24, "width": 32, "num_inference_steps": 4}
         how |= {"controlnet_conditioning_scale": 0.7} if more else {}

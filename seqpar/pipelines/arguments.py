@@ -73,7 +73,7 @@ def _with_inputs(request: GenerationRequest, kind: Any) -> Any:
     middle = "ControlNet" * controlled + ("Inpaint" if repaints else "Img2Img" * bool(request.images))
     with importing_pipelines():
         other = getattr(diffusers, f"{kind.__name__.removesuffix('Pipeline')}{middle}Pipeline", None)
-    for found in (kind, other):
+    for found in () if is_modular(kind) else (kind, other):
         if found is not None and {name for name, wanted in needed.items() if wanted} <= parameters_of(found).keys():
             return found
     what = " and ".join(name for name, wanted in needed.items() if wanted)
@@ -158,6 +158,7 @@ def shown_image(picture: Picture, arguments: Mapping[str, Any], parameters: Mapp
 
 
 # what says how many frames a latent one becomes, or a clip of several (MiniMax-H3)
+PREPARE = "prepare_latents"  # a method of pipelines
 TEMPORAL = ("clip_length", "temporal_compression_ratio", "scale_factor_temporal")
 RATE = "frame_rate"  # argument of pipelines whose models take the frames per second
 FPS = 16  # frames a second of a video if neither the user nor the pipeline names any
@@ -291,6 +292,9 @@ def frames_of(parameters: Mapping[str, inspect.Parameter], parts: PipelineParts)
     usual = parts.config.get("sample_frames")
     if "num_frames" in parameters and parameters["num_frames"].default is not None:
         usual = parameters["num_frames"].default
+    if usual is None and hasattr(parts.kind, PREPARE):  # LTX-2 names it there alone
+        default = inspect.signature(parts.kind.prepare_latents).parameters.get("num_frames")
+        usual = None if default is None else default.default
     if not (makes_videos(parameters) and isinstance(usual, int)):
         return None
     return Frames(usual, factor if isinstance(factor, int) else 1)

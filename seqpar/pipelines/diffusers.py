@@ -623,8 +623,11 @@ class DiffusersModel:
 
     def takes(self, job: DiffusersJob) -> bool:
         check = getattr(self._pipe(job), "check_inputs", None)
-        names = () if check is None else inspect.signature(check).parameters.values()
-        given = {x.name: job.arguments.get(x.name, None if x.default is x.empty else x.default) for x in names}
+        names = {} if check is None else inspect.signature(check).parameters
+        defaults = {
+            name: x.default for some in (names, job.parameters) for name, x in some.items() if x.default is not x.empty
+        }
+        given = {name: job.arguments.get(name, defaults.get(name)) for name in names}
         given |= dict(zip(SIDES, job.request.size or job.default_pixels, strict=True)) if {*SIDES} <= {*given} else {}
         try:
             return check is None or check(**given) is None

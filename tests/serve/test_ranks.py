@@ -238,7 +238,7 @@ def test_pipelines_report_what_they_take_and_refuse_the_rest(others: Driver, fol
     videos = [
         (True, False, VideoFacts(25.0, 161, 2)),
         (True, True, VideoFacts(16.0, 81, 4)),
-        (True, False, VideoFacts(24.0, 121, 2)),
+        (False, False, VideoFacts(24.0, 121, 2)),
         (True, False, VideoFacts(24.0, 124, 17, 120, 360)),
     ]
     assert facts == [image_model, image_model, *videos]

@@ -195,8 +195,8 @@ def run(
     names: model -> its name in requests. dtype: of weights; None is bf16 on GPUs and fp32 on CPUs. loras: folder of
     LoRAs that requests may name. sizes: run before the ranks are ready. precision: of GEMMs; models that lack a
     calibration get it while they load. min_psnr: as for `seqpar.parallelize`; a model without a result of a search is a
-    ValueError. cache, park: as for `seqpar.load`. most, swaps: as for `Models`. first: names of the models to load; None
-    leaves the choice to `Models`. controlnet: NAME=FOLDER of each.
+    ValueError. cache, park: as for `seqpar.load`. most, swaps: as for `Models`. first: names of the models to load;
+    None leaves the choice to `Models`. controlnet: NAME=FOLDER of each.
     """
     path = os.environ.get(SOCKET)
     if path is None:

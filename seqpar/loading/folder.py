@@ -216,7 +216,7 @@ def open_controlnet(folder: Path) -> Fitted:
     if fitted is None:
         raise ValueError(f"got ControlNet {folder} of the class {name}, expected a ControlNet of diffusers")
     if fitted.config.get("num_mode"):
-        raise ValueError(f"got ControlNet {folder} of several modes, expected one of a single mode")
+        raise ValueError(f"got ControlNet {folder} of several modes (union), which is not supported; name another")
     return fitted
 
 

@@ -66,7 +66,7 @@ def _with_inputs(request: GenerationRequest, kind: Any) -> Any:
     """Return the class of diffusers that takes a request's mask, or its image for a ControlNet, with the same parts."""
     repaints, controlled = request.mask is not None, request.control is not None
     if len(request.images) > 1:
-        raise ValueError(f"got {len(request.images)} images with a mask or a ControlNet, expected one")
+        raise ValueError(f"got {len(request.images)} images with a mask or a ControlNet; send a single image")
     if repaints and not request.images:
         raise ValueError("got a mask without an image, expected the image that it repaints")
     needed = {"image": bool(request.images), MASK: repaints, CONTROL: controlled}

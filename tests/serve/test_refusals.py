@@ -177,7 +177,7 @@ FORMS: list[tuple[str, dict[str, Any], list[tuple[str, bytes]], str]] = [
     (EDITS, {"prompt": "x"}, [("mask", MASK)], "image is required"),
     (EDITS, {"prompt": "x", "model": "changer"}, [PNG, ("mask", MASK)], "model changer takes no mask"),
     (EDITS, {"prompt": "x"}, [PNG, PNG, ("mask", MASK)], "model editor takes one image, got 2; send one"),
-    (EDITS, {"prompt": "x"}, [PNG, ("mask", MASK), ("mask", MASK)], "got 2 files mask, expected one"),
+    (EDITS, {"prompt": "x"}, [PNG, ("mask", MASK), ("mask", MASK)], "got 2 files mask; send a single file"),
     (EDITS, {"prompt": "x"}, [PNG, ("mask", file_of())], "got mask without transparency, expected transparent pixels"),
     (EDITS, {"prompt": "x"}, [PNG, ("mask", mask_of(3))], "got mask of 10x3 pixels, expected the image's 10x6"),
     (EDITS, POSE, [PNG, ("control_image", PNG[1])], "model editor takes no controlnet with image"),

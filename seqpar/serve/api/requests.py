@@ -378,7 +378,7 @@ class FormBody:
         """Take the file of a field, if there is one, out of the others; ProblemError for several."""
         files = [*self.files.pop(name, ())]
         if len(files) > 1:
-            raise refused(400, "invalid_value", f"got {len(files)} files {name}, expected one", name)
+            raise refused(400, "invalid_value", f"got {len(files)} files {name}; send a single file", name)
         return files
 
     def files_of(self, *names: str) -> list[bytes]:

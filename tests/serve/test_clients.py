@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from seqpar.loading.names import BUILTIN
 from seqpar.serve.api.gate import GENERATIONS, VIDEOS
 from tests.support import clients
 from tests.support.front import LIMIT_S, Running, running, until
@@ -67,11 +68,15 @@ def test_settings_of_open_webui(front: Running) -> None:
 @pytest.mark.slow
 def test_recorded_requests_make_images_of_the_built_in_model(tmp_path: Path) -> None:
     """A prompt without a model goes to the model of texts, though another one is first; no path becomes public."""
-    with running(tmp_path, "builtin", "builtin-text", "--name", "frog=builtin-text", fake=False) as server:
-        assert [model.id for model in server.ai.models.list()] == ["builtin", "frog"]
-        rows = [
-            x for x in RECORDED if x["path"] == GENERATIONS and "lora" not in x["body"] and "dall-e" not in x["body"]
-        ]
+    folder = str(BUILTIN)
+    with running(tmp_path, folder, "builtin-text", "--name", "frog=builtin-text", fake=False) as server:
+        assert [model.id for model in server.ai.models.list()] == [Path(folder).name, "frog"]
+        fields = {"model": Path(folder).name, "prompt": "cat", "true_guidance": 3}
+        said = server.http.post(GENERATIONS, json=fields).text
+        assert Path(folder).name in said
+        assert folder not in said + server.http.get("/v1/models").text
+        bodies = [row for row in RECORDED if row["path"] == GENERATIONS]
+        rows = [row for row in bodies if "lora" not in row["body"] and "dall-e" not in row["body"]]
         for row in {row["client"]: row for row in rows}.values():
             assert replayed(server, row, named="frog"), row["client"]
         assert {job["model"] for job in server.jobs()} == {"frog"}

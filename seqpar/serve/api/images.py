@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from seqpar.serve.api.accept import accept
 from seqpar.serve.api.errors import ProblemError
+from seqpar.serve.api.files import MEDIA
 from seqpar.serve.api.jobs import ImageMade, JobEvent, PreviewMade, Queue, ServerJob, Stepped
 from seqpar.serve.api.requests import Edit, Generation, file_in, form_schema, read_form
 from seqpar.serve.api.state import ApiServer, Key, Server
@@ -63,7 +64,8 @@ async def _answer(body: Generation, job: ServerJob, prefix: str, request: Reques
             raise ProblemError(job.problem)
         files = [job.files[index] for index in range(spec.count)]
         if body.response_format == "file":
-            return Response(files[0], media_type=f"image/{spec.how.kind}", headers=body.headers)
+            media = MEDIA.get(spec.how.kind, f"image/{spec.how.kind}")
+            return Response(files[0], media_type=media, headers=body.headers)
         default = "url" if spec.request.model.startswith(OF_LINKS) else "b64_json"
         if (body.response_format or default) == "url":
             names = await server.files.keep(job.key, spec.how.kind, files)

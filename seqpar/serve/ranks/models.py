@@ -74,9 +74,8 @@ class Models:
 
     def named(self, text: str) -> str:
         """A text with the models' names in requests in place of their paths."""
-        sources = {model.example.request.model: name for name, model in self._known.items()}
-        for source in sorted(sources, key=len, reverse=True):  # one may be the begin of another
-            text = text.replace(source, sources[source])
+        for model in self._known.values():
+            text = model.public(text)
         return text
 
     def use(self, name: str) -> LoadedModel:

@@ -81,7 +81,10 @@ class Models:
     def use(self, name: str) -> LoadedModel:
         """A loaded model, which was then used last; ValueError for another one."""
         if name not in self._loaded:
-            raise ValueError(f"model {name} is not loaded; use one of {', '.join(self._loaded)}")
+            why = "loaded" if name in self._known else "served"
+            raise ValueError(
+                f"model {name} is not {why}; use one of {', '.join(filter(self._loaded.get, self._known))}"
+            )
         model = self._loaded[name] = self._loaded.pop(name)
         return model
 

@@ -1,21 +1,28 @@
-"""The nodes. They hold no weights: a server of seqpar computes, and sends pixels as raw arrays."""
+"""The nodes. They hold no weights: a server of seqpar computes, and sends pixels and latents as raw arrays."""
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import comfy.model_management
 import comfy.utils
+import folder_paths
 import numpy as np
 import torch
-from comfy_api.latest import io
+from comfy_api.latest import InputImpl, Types, io
 from PIL import Image
 from safetensors.torch import load, save
 
 from .client import Server, ServerError, as_form, as_json, file_of
+from .started import Plan, server_of
 
 CATEGORY = "seqpar"
 URL, KEY = "SEQPAR_URL", "SEQPAR_KEY"  # of the environment: a key in a workflow would be in every image
@@ -23,21 +30,57 @@ LOCAL = "http://127.0.0.1:8000"
 MOST_SEED = 2**63 - 1
 MOST_SIDE = 8192
 PREVIEW = 512  # pixels along the longer side of a preview
+ASK_S = 0.3  # between two looks at a video's progress
+GENERATIONS, EDITS, VIDEOS, MODELS = "/v1/images/generations", "/v1/images/edits", "/v1/videos", "/v1/models"
+OWN = "default"  # the sampler and spacing of the model's files
+FOLDERS = ("diffusion_models", "checkpoints")  # of ComfyUI, with single files
+
+# ComfyUI's sampler -> the scheduler class of diffusers that steps alike
+SAMPLERS = {
+    OWN: None,
+    "euler": "FlowMatchEulerDiscreteScheduler",
+    "heun": "FlowMatchHeunDiscreteScheduler",
+    "lcm": "FlowMatchLCMScheduler",
+    "dpmpp_2m": "DPMSolverMultistepScheduler",
+    "deis": "DEISMultistepScheduler",
+    "uni_pc_bh2": "UniPCMultistepScheduler",
+    "sa_solver": "SASolverScheduler",
+    "euler_ancestral": "EulerAncestralDiscreteScheduler",
+    "dpm_2": "KDPM2DiscreteScheduler",
+    "dpm_2_ancestral": "KDPM2AncestralDiscreteScheduler",
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+}
+SPACINGS = (OWN, "simple")  # of flow matching, "simple" is what diffusers' pipelines do: equal steps, then the shift
+
 ModelType, TextType = io.Custom("SEQPAR_MODEL"), io.Custom("SEQPAR_TEXT")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a server. name: None for the first that fits the request. loras: names and scales."""
+    """A model of a server that runs, or that is started for it. name: None for the first that fits the request."""
 
-    server: Server
+    where: Server | Plan
     name: str | None = None
     loras: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def server(self) -> Server:
+        return server_of(self.where, check) if isinstance(self.where, Plan) else self.where
 
     @property
     def fields(self) -> dict[str, Any]:
         loras = [{"name": name, "scale": scale} for name, scale in self.loras]
         return ({} if self.name is None else {"model": self.name}) | ({"lora": loras} if loras else {})
+
+    def facts(self) -> dict[str, Any]:
+        """What /v1/models says of it."""
+        models = self.server.json("GET", MODELS, check)["data"]
+        known = [model for model in models if self.name in (None, model["id"])]
+        if not known:
+            names = ", ".join(model["id"] for model in models)
+            raise ServerError(f"the server has no model {self.name}; use one of {names}")
+        return known[0]["seqpar"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +88,10 @@ class Text:
     """A prompt. images_BHW3: that the model edits, with values in [0, 1]."""
 
     text: str
-    images_BHW3: tuple[torch.Tensor, ...] = ()
+    images_BHW3: torch.Tensor | None = None
+
+
+# requests ------------------------------------------------------------------------------------------------------------
 
 
 def check() -> None:
@@ -58,24 +104,30 @@ def given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None and value != -1}
 
 
-def picture_files(images_BHW3: Sequence[torch.Tensor]) -> list[tuple[str, bytes]]:
-    """The files of a form for images, as 8-bit arrays."""
-    images_HW3 = [(image * 255).round().clamp(0, 255).to(torch.uint8) for batch in images_BHW3 for image in batch]
-    return [("image[]", save({"image": image.cpu().contiguous()})) for image in images_HW3]
+def size_of(width: int, height: int) -> str | None:
+    if bool(width) != bool(height):
+        raise ValueError(f"width {width} with height {height}; give both, or 0 for both")
+    return f"{width}x{height}" if width else None
+
+
+def files_of(images_BHW3: torch.Tensor | None) -> list[bytes]:
+    """Images as files of 8-bit arrays."""
+    images_HW3 = () if images_BHW3 is None else (images_BHW3[..., :3] * 255).round().clamp(0, 255).to(torch.uint8)
+    return [save({"image": image.cpu().contiguous()}) for image in images_HW3]
 
 
 def generated(
-    model: Model, positive: Text, fields: Mapping[str, Any], files: Sequence[tuple[str, bytes]], count: int
+    model: Model, text: str, fields: Mapping[str, Any], files: Sequence[bytes], count: int = 1
 ) -> list[dict[str, torch.Tensor]]:
     """The tensors of each image that a request makes, with progress and previews at the running node.
 
     Raises ServerError with the server's message; ComfyUI shows it at the node.
     """
-    body = {**model.fields, "prompt": positive.text, "n": count, "stream": True, "stream_steps": True, **fields}
-    files = [*picture_files(positive.images_BHW3), *files]
-    path, bar, tensors = "/v1/images/edits" if files else "/v1/images/generations", comfy.utils.ProgressBar(count), []
-    done, total = 0, count
-    for event in model.server.events(path, as_form(body, files) if files else as_json(body), check):
+    body = {**model.fields, "prompt": text, "n": count, "stream": True, "stream_steps": True, **fields}
+    parts = [("image[]", file) for file in files]
+    request = (EDITS, as_form(body, parts)) if files else (GENERATIONS, as_json(body))
+    bar, tensors, done, total = comfy.utils.ProgressBar(count), list[dict[str, torch.Tensor]](), 0, count
+    for event in model.server.events(*request, check):
         match event["type"].rpartition(".")[2]:
             case "step":
                 done, total = event["picture"] * event["steps"] + event["step"], count * event["steps"]
@@ -88,6 +140,37 @@ def generated(
     if len(tensors) < count:
         raise ServerError("the server ended the answer before the last image; its log has the reason")
     return tensors
+
+
+def as_images(made: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Values in [0, 1] in fp32, as ComfyUI loads them from PNGs."""
+    return torch.stack([torch.from_numpy(tensors["image"].numpy().astype(np.float32) / 255.0) for tensors in made])
+
+
+def scheduler_of(sampler: str, spacing: str = OWN) -> str | None:
+    """The scheduler of a sampler of ComfyUI; ValueError with the list for others."""
+    if sampler not in SAMPLERS:
+        raise ValueError(f"sampler {sampler} has no counterpart; use one of {', '.join(SAMPLERS)}")
+    if spacing not in SPACINGS:
+        raise ValueError(f"scheduler {spacing} has no counterpart; use one of {', '.join(SPACINGS)}, or SIGMAS")
+    return SAMPLERS[sampler]
+
+
+def listed(sigmas: torch.Tensor, sampler: str) -> list[float]:
+    """SIGMAS as the server takes them; ValueError for those that leave noise, or are not of flow matching."""
+    values = [float(x) for x in sigmas]
+    if len(values) < 2 or values[-1] != 0:
+        raise ValueError("SIGMAS must end at 0: a server leaves no noise in latents")
+    if max(values) > 1:
+        raise ValueError(
+            f"SIGMAS begin at {max(values):g}, but those of flow matching are at most 1; use such a model's"
+        )
+    if sampler not in (OWN, "euler"):
+        raise ValueError(f"SIGMAS are stepped by euler; got sampler {sampler}")
+    return values[:-1]
+
+
+# models --------------------------------------------------------------------------------------------------------------
 
 
 class Connect(io.ComfyNode):
@@ -114,13 +197,100 @@ class Connect(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, model: str, url: str) -> str:
         """The models with the server's start: another server may have other weights by the same names."""
-        return str(cls.server(url).json("GET", "/v1/models", lambda: None))
+        return str(cls.server(url).json("GET", MODELS, lambda: None))
 
     @staticmethod
     def server(url: str) -> Server:
         own = os.environ.get(URL, LOCAL).rstrip("/")
         url = url.strip().rstrip("/") or own
         return Server(url, os.environ.get(KEY) if url == own else None)
+
+
+class Start(io.ComfyNode):
+    """A server with one model, which ComfyUI starts and ends."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        names = [name for folder in FOLDERS for name in folder_paths.get_filename_list(folder)]
+        return io.Schema(
+            node_id="SeqparStart",
+            display_name="seqpar: load model",
+            category=CATEGORY,
+            description="Starts `seqpar serve` when a node first needs it. One such server runs at a time.",
+            inputs=[
+                io.String.Input("pipeline", tooltip="Folder in diffusers' layout, id of the hub, or a built-in model."),
+                io.Combo.Input("file", ["", *names], default="", tooltip="In place of the folder's transformer."),
+                io.Int.Input("gpus", default=1, min=1, max=64),
+                io.Combo.Input("precision", ["bf16", "fp8"], default="bf16"),
+            ],
+            outputs=[ModelType.Output(display_name="model")],
+        )
+
+    @classmethod
+    def execute(cls, pipeline: str, file: str, gpus: int, precision: str) -> io.NodeOutput:
+        return io.NodeOutput(Model(Plan(pipeline.strip(), cls.path(file), gpus, precision == "fp8")))
+
+    @classmethod
+    def fingerprint_inputs(cls, pipeline: str, file: str, gpus: int, precision: str) -> str:
+        """Size and time of the file."""
+        path = cls.path(file)
+        facts = None if path is None else os.stat(path)
+        return "" if facts is None else f"{facts.st_size} {facts.st_mtime_ns}"
+
+    @staticmethod
+    def path(file: str) -> str | None:
+        paths = (folder_paths.get_full_path(folder, file) for folder in FOLDERS) if file else ()
+        path = next(filter(None, paths), None)
+        if file and path is None:
+            raise ValueError(f"there is no file {file} in ComfyUI's folders {' and '.join(FOLDERS)}")
+        return path
+
+
+class Lora(io.ComfyNode):
+    """A model with a LoRA."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SeqparLora",
+            display_name="seqpar: LoRA",
+            category=CATEGORY,
+            description="Of the server's folder of LoRAs; for a started server, of ComfyUI's.",
+            inputs=[
+                ModelType.Input("model"),
+                io.String.Input("name", tooltip="NAME, or NAME@transformer_2 for one of several transformers."),
+                io.Float.Input("strength", default=1.0, min=-100.0, max=100.0, step=0.05),
+            ],
+            outputs=[ModelType.Output(display_name="model")],
+        )
+
+    @classmethod
+    def execute(cls, model: Model, name: str, strength: float) -> io.NodeOutput:
+        name, at, transformer = name.strip().partition("@")
+        if isinstance(model.where, Plan):
+            path = cls.path(name)
+            model = replace(model, where=model.where.with_lora(path))
+            name = Path(path).stem
+        return io.NodeOutput(replace(model, loras=(*model.loras, (name + at + transformer, strength))))
+
+    @classmethod
+    def fingerprint_inputs(cls, name: str, **others: Any) -> str:
+        """Size and time of the file, if it is one of ComfyUI's."""
+        try:
+            facts = os.stat(cls.path(name.strip().partition("@")[0]))
+        except ValueError:
+            return ""
+        return f"{facts.st_size} {facts.st_mtime_ns}"
+
+    @staticmethod
+    def path(name: str) -> str:
+        for known in folder_paths.get_filename_list("loras"):
+            if name in (known, Path(known).name, Path(known).stem):
+                return str(folder_paths.get_full_path("loras", known))
+        raise ValueError(f"there is no LoRA {name} in ComfyUI's folder of LoRAs")
+
+
+# images --------------------------------------------------------------------------------------------------------------
 
 
 class TextNode(io.ComfyNode):
@@ -142,7 +312,7 @@ class TextNode(io.ComfyNode):
 
     @classmethod
     def execute(cls, text: str, images: torch.Tensor | None = None) -> io.NodeOutput:
-        return io.NodeOutput(Text(text, () if images is None else (images,)))
+        return io.NodeOutput(Text(text, images))
 
 
 def sampling_inputs() -> list[io.Input]:
@@ -157,12 +327,19 @@ def sampling_inputs() -> list[io.Input]:
     ]
 
 
+def side_input(name: str) -> io.Input:
+    return io.Int.Input(name, default=0, min=0, max=MOST_SIDE, step=8, tooltip="0: the model's own.")
+
+
+def previews_input() -> io.Input:
+    return io.Int.Input("previews", default=0, min=0, max=3, tooltip="Images shown while it samples.")
+
+
 class Generate(io.ComfyNode):
     """Images from a prompt, or of images."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        side = {"default": 0, "min": 0, "max": MOST_SIDE, "step": 8, "tooltip": "0: the model's own."}
         return io.Schema(
             node_id="SeqparGenerate",
             display_name="seqpar: generate",
@@ -170,10 +347,18 @@ class Generate(io.ComfyNode):
             description="Samples and decodes in one request.",
             inputs=[
                 *sampling_inputs(),
-                io.Int.Input("width", **side),
-                io.Int.Input("height", **side),
+                side_input("width"),
+                side_input("height"),
                 io.Int.Input("batch_size", default=1, min=1, max=10, tooltip="Image i has the seed plus i."),
-                io.Int.Input("previews", default=0, min=0, max=3, tooltip="Images shown while it samples."),
+                io.Float.Input(
+                    "strength",
+                    default=-1.0,
+                    min=-1.0,
+                    max=1.0,
+                    step=0.05,
+                    tooltip="Of image-to-image; -1: the model's.",
+                ),
+                previews_input(),
             ],
             outputs=[io.Image.Output()],
         )
@@ -189,6 +374,7 @@ class Generate(io.ComfyNode):
         width: int,
         height: int,
         batch_size: int,
+        strength: float,
         previews: int,
         negative: Text | None = None,
     ) -> io.NodeOutput:
@@ -197,17 +383,203 @@ class Generate(io.ComfyNode):
             steps=steps,
             guidance=guidance,
             negative_prompt=None if negative is None else negative.text,
-            size=f"{width}x{height}" if width and height else None,
+            size=size_of(width, height),
+            strength=strength,
             partial_images=previews or None,
             output_format="safetensors",
         )
-        made = generated(model, positive, fields, [], batch_size)
-        return io.NodeOutput(torch.stack([as_image(tensors["image"]) for tensors in made]))
+        made = generated(model, positive.text, fields, files_of(positive.images_BHW3), batch_size)
+        return io.NodeOutput(as_images(made))
 
 
-def as_image(pixels_HW3: torch.Tensor) -> torch.Tensor:
-    """Values in [0, 1] in fp32, as ComfyUI loads them from a PNG."""
-    return torch.from_numpy(pixels_HW3.numpy().astype(np.float32) / 255.0)
+class Sample(io.ComfyNode):
+    """Latents from a prompt, or of latents."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SeqparSample",
+            display_name="seqpar: sample",
+            category=CATEGORY,
+            description="As ComfyUI's KSampler: latents of the model's VAE in and out.",
+            inputs=[
+                *sampling_inputs(),
+                io.Combo.Input("sampler_name", [*SAMPLERS], default=OWN),
+                io.Combo.Input("scheduler", [*SPACINGS], default=OWN),
+                io.Float.Input("denoise", default=1.0, min=0.01, max=1.0, step=0.01),
+                previews_input(),
+                io.Latent.Input("latent_image", optional=True, tooltip="Without it the model's own size."),
+                io.Sigmas.Input("sigmas", optional=True, tooltip="In place of steps, scheduler and denoise."),
+            ],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Model,
+        positive: Text,
+        seed: int,
+        steps: int,
+        guidance: float,
+        sampler_name: str,
+        scheduler: str,
+        denoise: float,
+        previews: int,
+        negative: Text | None = None,
+        latent_image: dict[str, Any] | None = None,
+        sigmas: torch.Tensor | None = None,
+    ) -> io.NodeOutput:
+        fields = given(
+            guidance=guidance,
+            negative_prompt=None if negative is None else negative.text,
+            partial_images=previews or None,
+            output_format="latents",
+        )
+        start = 1.0
+        if sigmas is not None:
+            fields["sigmas"] = listed(sigmas, sampler_name)
+            start = fields["sigmas"][0]
+        else:
+            fields |= given(steps=steps, scheduler=scheduler_of(sampler_name, scheduler))
+        samples = None if latent_image is None else latent_image["samples"]
+        if latent_image is not None and "noise_mask" in latent_image:
+            raise ValueError("the latents have a mask, which no server takes; remove it")
+        if denoise == start == 1:  # latents are all noise then: only their size counts
+            count = 1
+            if samples is not None:
+                side, count = cls.side(model), len(samples)
+                fields["size"] = f"{samples.shape[-1] * side}x{samples.shape[-2] * side}"
+            made = generated(model, positive.text, fields | {"seed": seed}, files_of(positive.images_BHW3), count)
+            return io.NodeOutput({"samples": torch.cat([tensors["latents"] for tensors in made])})
+        if samples is None or positive.images_BHW3 is not None:
+            raise ValueError("denoise below 1 needs latents to begin with, and no images in the text")
+        if sigmas is None:  # so many of more steps, as ComfyUI counts
+            few = model.facts()["steps"] if steps == -1 else steps
+            fields |= {"steps": int(few / denoise), "strength": (few - 0.5) / int(few / denoise)}
+        else:
+            fields["strength"] = 1
+        files = [save({"latents": latent[None].float().cpu().contiguous()}) for latent in samples]
+        made = [
+            generated(model, positive.text, fields | {"seed": seed + index}, [file])[0]["latents"]
+            for index, file in enumerate(files)
+        ]
+        return io.NodeOutput({"samples": torch.cat(made)})
+
+    @staticmethod
+    def side(model: Model) -> int:
+        side = model.facts()["latent_pixels"]
+        if side is None:
+            raise ServerError("this model has no latents in requests; use the node seqpar: generate")
+        return side
 
 
-NODES = (Connect, TextNode, Generate)
+class Decode(io.ComfyNode):
+    """The images of latents."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SeqparDecode",
+            display_name="seqpar: decode",
+            category=CATEGORY,
+            description="Latents of the model's VAE as images, decoded by all GPUs of the server.",
+            inputs=[ModelType.Input("model"), io.Latent.Input("samples")],
+            outputs=[io.Image.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: Model, samples: dict[str, Any]) -> io.NodeOutput:
+        fields = {"steps": 0, "output_format": "safetensors"}
+        files = [save({"latents": latent[None].float().cpu().contiguous()}) for latent in samples["samples"]]
+        plain = replace(model, loras=())
+        return io.NodeOutput(as_images([generated(plain, "decode", fields, [file])[0] for file in files]))
+
+
+# videos --------------------------------------------------------------------------------------------------------------
+
+
+class Video(io.ComfyNode):
+    """A video from a prompt, or of an image."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SeqparVideo",
+            display_name="seqpar: video",
+            category=CATEGORY,
+            description="A video with its frames and sound.",
+            inputs=[
+                *sampling_inputs(),
+                side_input("width"),
+                side_input("height"),
+                io.Int.Input("frames", default=-1, min=-1, max=4096, tooltip="-1: the model's own."),
+                io.Int.Input("fps", default=-1, min=-1, max=1000, tooltip="-1: the model's own."),
+                io.Combo.Input("sampler_name", [*SAMPLERS], default=OWN),
+                io.Combo.Input("transfer", ["raw", "mp4"], default="raw", tooltip="mp4: compressed, for long videos."),
+            ],
+            outputs=[io.Video.Output(), io.Image.Output(display_name="frames"), io.Audio.Output()],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: Model,
+        positive: Text,
+        seed: int,
+        steps: int,
+        guidance: float,
+        width: int,
+        height: int,
+        frames: int,
+        fps: int,
+        sampler_name: str,
+        transfer: str,
+        negative: Text | None = None,
+    ) -> io.NodeOutput:
+        fields = model.fields | given(
+            prompt=positive.text,
+            seed=seed,
+            steps=steps,
+            guidance=guidance,
+            negative_prompt=None if negative is None else negative.text,
+            size=size_of(width, height),
+            frames=frames,
+            fps=fps,
+            scheduler=scheduler_of(sampler_name),
+            output_format="safetensors" if transfer == "raw" else "mp4",
+        )
+        file = cls.made(model.server, fields, files_of(positive.images_BHW3))
+        if transfer == "mp4":
+            video = InputImpl.VideoFromFile(BytesIO(file))
+            parts = video.get_components()
+            return io.NodeOutput(video, parts.images, parts.audio)
+        tensors, facts = load(file), json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])["__metadata__"]
+        images = as_images([{"image": frame} for frame in tensors["frames"]])
+        audio = None
+        if "sound" in tensors:
+            audio = {"waveform": tensors["sound"][None], "sample_rate": int(facts["rate"])}
+        rate = Fraction(facts["fps"]).limit_denominator(1001)
+        video = InputImpl.VideoFromComponents(Types.VideoComponents(images=images, audio=audio, frame_rate=rate))
+        return io.NodeOutput(video, images, audio)
+
+    @staticmethod
+    def made(server: Server, fields: Mapping[str, Any], files: Sequence[bytes]) -> bytes:
+        """The file of a video; an interrupt cancels its job."""
+        body = as_form(fields, [("input_reference", file) for file in files]) if files else as_json(fields)
+        video, bar = server.json("POST", VIDEOS, check, body), comfy.utils.ProgressBar(1)
+        path = f"{VIDEOS}/{video['id']}"
+        try:
+            while video["status"] in ("queued", "in_progress"):
+                time.sleep(ASK_S)
+                video = server.json("GET", path, check)
+                if video["seqpar"]["steps"]:
+                    bar.update_absolute(video["seqpar"]["step"], video["seqpar"]["steps"])
+            if video["status"] != "completed":
+                raise ServerError(video["error"]["message"])
+            return server.get(f"{path}/content", check)
+        finally:
+            server.json("DELETE", path, lambda: None)
+
+
+NODES = (Connect, Start, Lora, TextNode, Generate, Sample, Decode, Video)

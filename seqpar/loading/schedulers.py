@@ -296,6 +296,11 @@ def _process(scheduler: Any) -> str:
     return DIFFUSION if hasattr(scheduler, "alphas_cumprod") else f"{name}'s own process"
 
 
+def is_flow(config: Mapping[str, Any]) -> bool:
+    """Return whether the scheduler of a configuration steps flow matching."""
+    return _process(build(config)) == FLOW
+
+
 def counts_the_end(config: Mapping[str, Any] | None) -> bool:
     """Return whether a scheduler's number of steps is that of its sigmas with the last one, at which no model runs."""
     return config is not None and config.get("_class_name") == "MiniMaxH3Scheduler"

@@ -95,7 +95,7 @@ class Files(_files.Files):
         request.refuse(NO_VIDEOS, frames=request.frames, fps=request.fps)
         request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
         request.refuse(NO_LORA, lora=request.loras)
-        request.refuse(NO_PRESET, preset=request.preset)
+        request.refuse(NO_PRESET, preset=request.preset, sigmas=request.sigmas)
         guidance = request.free_guidance(GUIDANCE)
         classes = request.classes or tuple(map(str, sorted(self.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
         numbers = [number for number in self.class_ids(classes) for _ in range(request.repeat)]

@@ -192,6 +192,8 @@ class Source:
                 f"got --steps {request.steps}, expected 2 or more: {kind.__name__} counts the end as a step"
             )
 
+        if request.sigmas and (parts.scheduling is None or not _schedulers.is_flow(parts.scheduling)):
+            raise ValueError(f"sigmas are those of flow matching, which {kind.__name__} does not use; leave them out")
         takes_sigmas = gives_sigmas(kind.__name__) and not (preset is not None and preset.sigmas)
         if parts.scheduling is not None and (request.scheduler is not None or takes_sigmas):
             scheduler = self.schedule(request.scheduler, request.steps, run.load.tokens, takes_sigmas)
@@ -223,6 +225,9 @@ class Source:
 
 def _preset(request: GenerationRequest, name: str, index: Mapping[str, Any]) -> Preset | None:
     known = presets(name, index)
+    if request.sigmas:
+        request.refuse("the sigmas set the steps", preset=request.preset)
+        return Preset("sigmas", "", len(request.sigmas), sigmas=request.sigmas)
     if request.preset not in known:
         request.refuse(why_no_preset(name, known), preset=request.preset)
     return known.get(request.preset or "")
@@ -231,7 +236,8 @@ def _preset(request: GenerationRequest, name: str, index: Mapping[str, Any]) -> 
 def _with_preset(request: GenerationRequest, preset: Preset) -> GenerationRequest:
     # scales of the request's own stay
     scale, true_scale = preset.arguments.get("guidance_scale"), preset.arguments.get("true_cfg_scale")
-    request.refuse(f"the preset {preset.name} sets it; leave one out", scheduler=request.scheduler)
+    what = f"the preset {preset.name} sets" if not request.sigmas else "the sigmas set"
+    request.refuse(f"{what} it; leave one out", scheduler=request.scheduler)
     return replace(
         request,
         steps=preset.steps,

@@ -162,7 +162,7 @@ class Files:
     def check(self, request: GenerationRequest) -> OwnJob:
         """Return the job of a request for a model that can only be planned; ValueError for flags that do not fit."""
         request.refuse(NO_LORA, lora=request.loras)
-        request.refuse(NO_PRESET, preset=request.preset)
+        request.refuse(NO_PRESET, preset=request.preset, sigmas=request.sigmas)
         request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
         scale = request.guidance
         if scale is None:  # as the model's usual run

@@ -32,7 +32,7 @@ FOR_CLASSES = "only models of classes take it"
 NO_VIDEOS = "this model generates images, no videos"
 NO_IMAGES = "this model takes no input image"
 NO_EIGHT = "this model has no blocks that compute in 8 bits"
-NO_PRESET = "this model has no presets"
+NO_PRESET = "this model has no presets, and takes no sigmas"
 NO_CACHE = "the loop of seqpar's own models has no step cache"
 NO_LORA = "LoRAs need the folder of a diffusers pipeline for prompts"
 
@@ -53,8 +53,9 @@ class GenerationRequest:
     size: (height, width) in pixels. repeat: images of each class or prompt. guidance: scale of classifier-free
     guidance, or of embedded guidance for a model that takes the scale as an input. true_guidance: scale of classifier-
     free guidance beside the embedded one. images: input images; mask: white where the only one is repainted. preset:
-    sets the steps, their sigmas and the scales that are None. planned: whether nothing but a plan is made of it, which
-    needs no further inputs. The other fields are the flags of the same names.
+    sets the steps, their sigmas and the scales that are None. sigmas: of the steps of flow matching, before the 0 at
+    the end, in place of the scheduler's. planned: whether nothing but a plan is made of it, which needs no further
+    inputs. The other fields are the flags of the same names.
     """
 
     model: str
@@ -65,6 +66,7 @@ class GenerationRequest:
     repeat: int = 1
     steps: int = 25
     preset: str | None = None
+    sigmas: tuple[float, ...] = ()
     guidance: float | None = None
     true_guidance: float | None = None
     guidance_channels: int | None = None

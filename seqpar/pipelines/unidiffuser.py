@@ -87,7 +87,7 @@ class Files(own_loop.Files):
         request.refuse(noise, negative_prompt=request.negative)
         request.refuse("--guidance is classifier-free for this model", true_guidance=request.true_guidance)
         request.refuse(NO_LORA, lora=request.loras)
-        request.refuse(NO_PRESET, preset=request.preset)
+        request.refuse(NO_PRESET, preset=request.preset, sigmas=request.sigmas)
         prompts, guidance = request.pictures, request.free_guidance(GUIDANCE)
         encoded = "per prompt, encoded on rank 0 before other weights load"
         if self.source is None:

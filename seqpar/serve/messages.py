@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import socket
+from math import prod
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +20,9 @@ Kind = Literal["classes", "texts"]
 TEXT, IMAGE, MASK, CONTROL = "text", "image", "mask", "control"  # what a request starts from
 MOST_STEPS = 1000
 # fields that no image file keeps
-NOT_STORED = ("id", "deadline_s", "partial_images", "images", "mask", "control", "pixels", "loras")
+NOT_STORED = (
+    *("id", "deadline_s", "partial_images", "images", "mask", "control", "pixels", "loras", "latents", "returns"),
+)
 Why = Literal["mistake", "failure", "cancelled", "deadline"]
 
 
@@ -42,6 +45,17 @@ class InputImage(msgspec.Struct, frozen=True):
         return self.channels * self.height * self.width
 
 
+class InputLatents(msgspec.Struct, frozen=True):
+    """Input latents of a request: fp32 values. digest: 16 hex digits over them."""
+
+    shape: tuple[int, ...]
+    digest: str
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * prod(self.shape)
+
+
 class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
     """A request for one image or video. size: (height, width) in pixels. None leaves a value to the model.
 
@@ -50,7 +64,9 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
     one is repainted; control: what the ControlNet of this name follows; pixels: path of the file that holds the pixels
     of `inputs` one after another. The API server decodes clients' files, so ranks never parse them; rank 0 reads this
     one. strength: of image-to-image. frames, fps: of a video. preset: one of the model's, which sets steps and
-    scheduler.
+    scheduler. sigmas: of the steps, in place of the scheduler's. latents: the image that it starts from, as latents in
+    the file `pixels`; with 0 steps they are only decoded. returns: "arrays" for the frames and sound of a video in a
+    safetensors file.
     """
 
     id: str
@@ -76,11 +92,15 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
     frames: int | None = None
     fps: int | None = None
     preset: str | None = None
+    sigmas: tuple[float, ...] = ()
+    latents: InputLatents | None = None
+    returns: Literal["file", "arrays", "latents"] = "file"
 
     @property
     def start(self) -> str:
         """What the request starts from, in the words of `ServedModel.takes`."""
-        parts = {IMAGE: self.images, MASK: self.mask, CONTROL: self.control}
+        images = self.images or self.latents
+        parts = {IMAGE: images, MASK: self.mask, CONTROL: self.control}
         return "+".join(name for name, given in parts.items() if given) or TEXT
 
     @property
@@ -102,6 +122,7 @@ class ImageRequest(msgspec.Struct, frozen=True, tag="request"):
             "images": images,
             "mask": None if self.mask is None else _stored(self.mask),
             "control": None if self.control is None else _stored(self.control),
+            "latents": None if self.latents is None else self.latents.digest,
             "lora": loras,
             "steps_computed": [*(computed or ())],
         }
@@ -162,7 +183,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     steps of each. controlnets: by name. takes: by what a request starts from, as `ImageRequest.start`. loads: pixels of
     all frames, ascending, and predicted seconds of a step; memory does not suffice from `limit` pixels on. loaded:
     whether its weights are in memory. memory: predicted bytes per rank. load_s: seconds that its last load took, None
-    if there was none.
+    if there was none. latent_pixels: along a side of a latent; None where requests have no latents.
     """
 
     name: str
@@ -190,6 +211,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     memory: int = 0
     load_s: float | None = None
     min_psnr: float | None = None
+    latent_pixels: int | None = None
 
     @property
     def edits(self) -> bool:
@@ -240,7 +262,8 @@ class Partial(msgspec.Struct, frozen=True, tag="partial"):
 class ImageResult(msgspec.Struct, frozen=True, tag="image"):
     """An image: rows of RGB bytes. parts_s: seconds per part (encode, steps, decode). memory: bytes per rank.
 
-    computed: how many steps a step cache has computed, and of how many.
+    computed: how many steps a step cache has computed, and of how many. file: a safetensors file with latents, in place
+    of pixels.
     """
 
     id: str
@@ -251,10 +274,14 @@ class ImageResult(msgspec.Struct, frozen=True, tag="image"):
     parts_s: dict[str, float]
     memory: tuple[int, ...] = ()
     computed: tuple[int, int] | None = None
+    file: bytes = b""
 
 
 class VideoResult(msgspec.Struct, frozen=True, tag="video"):
-    """A video as an mp4 file. Rank 0 encodes it: its frames would not fit into one message. computed: as of images."""
+    """A video as a file, mp4 or safetensors, which rank 0 encodes: long ones would not fit into one message as frames.
+
+    computed: as of images.
+    """
 
     id: str
     height: int

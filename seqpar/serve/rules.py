@@ -10,14 +10,16 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 
-from seqpar.serve.messages import CONTROL, IMAGE, MASK, ImageRequest, ServedModel
+from seqpar.serve.messages import CONTROL, IMAGE, MASK, ImageRequest, ServedModel, Takes
 from seqpar.types.names import class_number
 
 FEW = 5  # names that a message suggests
 SHOWN = 80  # characters of a client's text that a message quotes
 MOST_SIDE = 8192  # pixels; a message holds an image of this width and height
 SLOW_S = 60.0  # a step that is predicted to take less is never refused: predictions are no measurements
+FLOW = "FlowMatchEulerDiscreteScheduler"  # steps sigmas of requests
 OPTIONAL = ("negative_prompt", "guidance", "true_guidance", "strength", "fps")  # fields that not all models take
 
 
@@ -32,8 +34,24 @@ class Refusal:
 
 def why_not(model: ServedModel, request: ImageRequest) -> Refusal | None:
     """Why a model does not take a request, as far as is known without its files; None if it does."""
-    rules = (_inputs, _fields, _class, _loras, _sampling, _size, _frames, _load)
+    rules = (_latents, _inputs, _fields, _class, _loras, _sampling, _sigmas, _size, _frames, _load)
+    rules = rules[:1] if request.steps == 0 else rules
     return next((refusal for rule in rules if (refusal := rule(model, request)) is not None), None)
+
+
+def _latents(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    given, returned, sent = request.latents, request.returns == "latents", request.images
+    if model.latent_pixels is None and (given or returned or request.steps == 0):
+        return Refusal("model", f"model {model.name} has no latents in requests; use images", "wrong_model")
+    if request.steps == 0 and (returned or (given is None and (not sent or sent[0].height))):
+        return Refusal("steps", "steps 0 decodes latents to an image; send latents, or more steps")
+    if given is None or request.steps == 0:
+        return None
+    if request.size is not None:
+        return Refusal("size", "latents have a size; leave size out")
+    if "strength" in model.takes.get(IMAGE, Takes({"strength": ""})).refused:
+        return Refusal("image", f"model {model.name} starts from no latents; send an image, or none")
+    return None
 
 
 def _inputs(model: ServedModel, request: ImageRequest) -> Refusal | None:
@@ -104,6 +122,20 @@ def _sampling(model: ServedModel, request: ImageRequest) -> Refusal | None:
     if steps is not None and not least <= steps <= most:
         of = f"model {model.name}" if name is None else name
         return Refusal("steps", f"got steps {steps}, expected {least} to {most} with {of}")
+    return None
+
+
+def _sigmas(model: ServedModel, request: ImageRequest) -> Refusal | None:
+    if not request.sigmas:
+        return None
+    if FLOW not in model.schedulers:
+        return Refusal(
+            "sigmas", f"model {model.name} takes no sigmas, which are those of flow matching; leave them out"
+        )
+    if not (request.steps is request.scheduler is request.preset is None):
+        return Refusal("sigmas", "sigmas set steps and scheduler; leave them, or steps, scheduler and preset out")
+    if any(after >= before for before, after in pairwise(request.sigmas)):
+        return Refusal("sigmas", "sigmas must fall from step to step; sort them")
     return None
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import json
+import shlex
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.comfy_nodes import Comfy, InterruptProcessingError, load_nodes
+from tests.support.comfy_nodes import NODES, Comfy, InterruptProcessingError, load_nodes
 from tests.support.fake_replica import SIZE, pixels_of
-from tests.support.front import PIXELS, Running, running, until
+from tests.support.front import CHILD, PIXELS, ROOT, RUN, Running, running, until
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +108,123 @@ def test_fingerprints_name_the_server(nodes: Any, server: Running) -> None:
     first = nodes.Connect.fingerprint_inputs("toy", "")
     assert first == nodes.Connect.fingerprint_inputs("toy", "")
     assert str(server.http.get("/v1/models").json()["data"][0]["created"]) in first
+
+
+def test_samples_latents_and_decodes_them(nodes: Any, comfy: Comfy, server: Running) -> None:
+    model, text = run(nodes.Connect, model="editor"), run(nodes.TextNode, text="cats")
+    empty = {"samples": torch.zeros(2, 4, 5, 6)}
+    made = run(nodes.Sample, model=model, positive=text, seed=7, sampler_name="dpmpp_2m", latent_image=empty)
+    assert made["samples"].shape == (2, 4, 5, 6)
+    assert [float(latent.mean()) for latent in made["samples"]] == [7, 8]
+    order = server.orders[-1]
+    assert (order["size"], order["scheduler"]) == ([40, 48], "DPMSolverMultistepScheduler")
+    # a part of the noise: so many of more steps
+    more = run(nodes.Sample, model=model, positive=text, seed=10, steps=6, denoise=0.6, latent_image=made)
+    assert [float(latent.mean()) for latent in more["samples"]] == [17, 19]
+    assert [(order["steps"], int(10 - 10 * order["strength"])) for order in server.orders[-2:]] == [(10, 4)] * 2
+    images = run(nodes.Decode, model=model, samples=more)
+    assert images.shape == (2, 40, 48, 3)
+    assert [int(image[0, 0, 0]) for image in as_bytes(images)] == [17, 19]
+    # sigmas
+    run(nodes.Sample, model=model, positive=text, sigmas=torch.tensor([1.0, 0.5, 0.25, 0.0]))
+    assert server.orders[-1]["sigmas"] == [1.0, 0.5, 0.25]
+    run(nodes.Sample, model=model, positive=text, sigmas=torch.tensor([0.5, 0.25, 0.0]), latent_image=made)
+    order = server.orders[-1]
+    assert (order["sigmas"], order["strength"], order["steps"]) == ([0.5, 0.25], 1, None)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"sampler_name": "dpm_fast"}, "sampler dpm_fast has no counterpart; use one of default, euler, heun"),
+    ({"scheduler": "karras"}, "scheduler karras has no counterpart; use one of default, simple, or SIGMAS"),
+    ({"sigmas": torch.tensor([1.0, 0.5])}, "must end at 0"),
+    ({"sigmas": torch.tensor([14.6, 0.0])}, "begin at 14.6, but those of flow matching are at most 1"),
+    ({"sigmas": torch.tensor([1.0, 0.0]), "sampler_name": "heun"}, "stepped by euler; got sampler heun"),
+    ({"denoise": 0.5}, "needs latents"),
+    ({"latent_image": {"samples": torch.zeros(1, 4, 5, 6), "noise_mask": 1}}, "have a mask"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "message"), REFUSED, ids=[message[:20] for _, message in REFUSED])
+def test_what_has_no_counterpart_is_refused(nodes: Any, inputs: dict[str, Any], message: str) -> None:
+    model, text = run(nodes.Connect, model="editor"), run(nodes.TextNode, text="cats")
+    with pytest.raises(ValueError, match=message):
+        run(nodes.Sample, model=model, positive=text, **inputs)
+
+
+def test_a_model_without_latents_says_so(nodes: Any) -> None:
+    model, empty = run(nodes.Connect, model="other"), {"samples": torch.zeros(1, 4, 5, 6)}
+    with pytest.raises(RuntimeError, match="no latents in requests; use the node"):
+        run(nodes.Sample, model=model, positive=run(nodes.TextNode, text="cats"), latent_image=empty)
+    with pytest.raises(RuntimeError, match="other has no latents in requests; use images"):
+        run(nodes.Decode, model=model, samples=empty)
+
+
+def test_a_video_has_frames_and_sound(nodes: Any, server: Running) -> None:
+    model, text = run(nodes.Connect, model="movie"), run(nodes.TextNode, text="cats")
+    video, frames, audio = run(nodes.Video, model=model, positive=text, seed=3, frames=5, width=40, height=24)
+    assert (as_bytes(frames) == np.stack([image(3 + index, 24, 40) for index in range(5)])).all()
+    assert (audio["waveform"].shape, audio["sample_rate"]) == ((1, 2, 10), 24000)
+    assert (video.made_of.frame_rate, video.made_of.images is frames) == (8, True)
+    assert server.http.get("/v1/videos").json()["data"] == []
+    given = torch.from_numpy(PIXELS.astype(np.float32) / 255.0)[None]
+    run(nodes.Video, model=run(nodes.Connect, model="clip"), positive=run(nodes.TextNode, text="x", images=given))
+    assert (server.orders[-1]["images"][0]["height"], server.orders[-1]["returns"]) == (6, "arrays")
+
+
+def test_loras_are_sent_with_their_scales(nodes: Any, server: Running) -> None:
+    model = run(nodes.Lora, model=run(nodes.Connect, model="toy"), name="style", strength=0.5)
+    model = run(nodes.Lora, model=model, name="lines")
+    run(nodes.Generate, model=model, positive=run(nodes.TextNode, text="cats"))
+    assert server.orders[-1]["loras"] == [["style", 0.5], ["lines", 1.0]]
+
+
+@pytest.mark.whole
+def test_starts_one_server_at_a_time(nodes: Any, comfy: Comfy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = tmp_path / "said"
+    program = (
+        f"import sys\nopen({str(said)!r}, 'a').write(repr(sys.argv[1:]) + '\\n')\nsys.argv[1:2] = []\n"
+        f"CHILD = {CHILD!r}\nif 'broken' in sys.argv: sys.exit('error: it is broken')\n{RUN}"
+    )
+    monkeypatch.setenv("SEQPAR_COMMAND", shlex.join([sys.executable, "-c", program]))
+    monkeypatch.setenv("FAKE_FOLDER", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    pipeline, file, lora = tmp_path / "FLUX", tmp_path / "my flux.safetensors", tmp_path / "style.safetensors"
+    (pipeline / "vae").mkdir(parents=True)
+    for path in (pipeline / "model_index.json", file, lora):
+        path.touch()
+    comfy.folders = {"diffusion_models": {file.name: file}, "loras": {"my/style.safetensors": lora}}
+    text, started = run(nodes.TextNode, text="cats"), importlib.import_module("seqpar_comfyui.started")
+    try:
+        model = run(nodes.Start, pipeline=str(pipeline), file=file.name, gpus=2, precision="fp8")
+        assert said.exists() is False
+        assert run(nodes.Generate, model=model, positive=text, seed=1).shape == (1, *SIZE, 3)
+        assert run(nodes.Generate, model=model, positive=text, seed=2).shape == (1, *SIZE, 3)
+        first = started.RUNNING[0]
+        run(nodes.Generate, model=run(nodes.Lora, model=model, name="style"), positive=text)
+        assert first.process.poll() == 0
+        (words, again) = map(ast.literal_eval, said.read_text().splitlines())
+        assert words[2:] == ["--ranks", "2", "--port", "0", "--precision", "fp8"]
+        assert [Path(x).name for x in (words[1], again[-1])] == ["my_flux.safetensors", "loras"]
+        with pytest.raises(RuntimeError, match="has ended: it is broken"):
+            run(nodes.Generate, model=run(nodes.Start, pipeline="broken"), positive=text)
+        monkeypatch.setenv("SEQPAR_COMMAND", "/no/such/program")
+        with pytest.raises(RuntimeError, match=r"cannot be started .*set SEQPAR_COMMAND"):
+            run(nodes.Generate, model=run(nodes.Start, pipeline="x"), positive=text)
+        with pytest.raises(RuntimeError, match="needs the folder of a pipeline"):
+            run(nodes.Generate, model=run(nodes.Start, pipeline="x", file=file.name), positive=text)
+    finally:
+        started.stop()
+
+
+@pytest.mark.parametrize("path", sorted((NODES / "api_workflows").glob("*.json")), ids=lambda path: path.stem)
+def test_workflows_have_the_inputs_of_the_nodes(nodes: Any, path: Path) -> None:
+    schemas = {schema.node_id: schema for schema in (node.define_schema() for node in nodes.NODES)}
+    shown = json.loads((NODES / "example_workflows" / path.name).read_text())
+    flow = json.loads(path.read_text())
+    assert {str(node["id"]): node["type"] for node in shown["nodes"]} == {
+        number: node["class_type"] for number, node in flow.items()
+    }
+    for node in flow.values():
+        if (schema := schemas.get(node["class_type"])) is not None:
+            required = {each.id for each in schema.inputs if not each.options.get("optional")}
+            assert required <= {*node["inputs"]} <= {each.id for each in schema.inputs}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 from PIL import Image
+from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import seqpar as package
 from seqpar.loading.names import LORAS
@@ -32,6 +35,7 @@ from seqpar.serve.messages import (
     ImageRequest,
     ImageResult,
     InputImage,
+    InputLatents,
     Partial,
     VideoFacts,
     VideoResult,
@@ -183,6 +187,30 @@ def test_a_cancel_ends_a_run_and_the_next_has_the_same_bits(driver: Driver, orde
         failed(driver.cancel_at(replace(order, id=id_, steps=MANY, scheduler=scheduler), at), "cancelled")
         assert at <= driver.steps[id_][-1] < MANY
         assert np.array_equal(first, image(driver.ask(order)))
+
+
+def test_latents_leave_and_return_without_loss(driver: Driver, tmp_path: Path) -> None:
+    def starting(latents: Tensor, **fields: Any) -> ImageRequest:
+        content = latents.numpy().tobytes()
+        (tmp_path / "latents").write_bytes(content)
+        given = InputLatents(tuple(latents.shape), digest(content))
+        return replace(order, latents=given, pixels=str(tmp_path / "latents"), **fields)
+
+    order = replace(FROG, steps=4)
+    want = image(driver.ask(order))
+    assert np.array_equal(want, image(driver.ask(replace(order, steps=None, sigmas=(1.0, 0.75, 0.5, 0.25)))))
+    assert not np.array_equal(want, image(driver.ask(replace(order, steps=None, sigmas=(1.0, 0.9, 0.8, 0.5)))))
+    answer = driver.ask(replace(order, returns="latents"))
+    assert isinstance(answer, ImageResult)
+    assert (answer.height, answer.width, answer.pixels) == (*want.shape[:2], b"")
+    latents = load_tensors(answer.file)["latents"]
+    assert np.array_equal(want, image(driver.ask(starting(latents, steps=0))))
+    # a little noise keeps the image, as an image of the same pixels does
+    near, far = (image(driver.ask(starting(latents, seed=9, steps=10, strength=much))) for much in (0.2, 1.0))
+    assert np.abs(near.astype(float) - want).mean() < np.abs(far.astype(float) - want).mean() / 2
+    failed(driver.ask(starting(latents[:, :3], steps=0)), "mistake")
+    failed(driver.ask(starting(latents * math.nan, steps=0)), "mistake")
+    assert np.array_equal(want, image(driver.ask(order)))
 
 
 def test_a_deadline_ends_one_request(driver: Driver) -> None:

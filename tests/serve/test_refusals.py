@@ -41,7 +41,7 @@ IMAGE_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"size": "\u0661x\u0661"}, 'must be "auto"'),
     ({"size": [16, 16]}, "size [16, 16] should be a valid string"),
     ({"response_format": "png"}, "response_format 'png' should be 'b64_json', 'url' or 'file'"),
-    ({"output_format": "gif"}, "output_format 'gif' should be 'png', 'jpeg', 'webp' or 'safetensors'"),
+    ({"output_format": "gif"}, "output_format 'gif' should be 'png', 'jpeg', 'webp', 'safetensors' or 'latents'"),
     ({"output_compression": 101}, "output_compression 101 should be"),
     ({"output_compression": -1}, "output_compression -1 should be"),
     ({"seed": -2}, "seed -2 should be"),

@@ -57,7 +57,7 @@ COMMON: dict[str, Any] = {
     "min_psnr": 30.0,
 }
 FACTS: dict[str, dict[str, Any]] = {
-    "toy": {"loras": ("style", "lines"), "sizes": (SIZE, (24, 40))},
+    "toy": {"loras": ("style", "lines"), "sizes": (SIZE, (24, 40)), "latent_pixels": 8},
     "other": {},
     "editor": {
         "takes": {
@@ -68,6 +68,8 @@ FACTS: dict[str, dict[str, Any]] = {
         },
         "controlnets": ("pose",),
         "loras": ("style",),
+        "latent_pixels": 8,
+        "schedulers": dict.fromkeys(("FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"), (1, 1000)),
     },
     "changer": {"takes": {"image": Takes()}},
     "movie": {
@@ -122,6 +124,33 @@ def film(frames: int, height: int, width: int) -> bytes:
         samples.sample_rate = 8000
         out.mux([*video.encode(), *sound.encode(samples), *sound.encode()])
     return file.getvalue()
+
+
+def arrays_of(seed: int, frames: int, height: int, width: int) -> bytes:
+    """The file of a video with sound, as arrays; frame i is the image of seed + i."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    pixels = b"".join(pixels_of(seed + index, height, width) for index in range(frames))
+    shown = np.frombuffer(pixels, np.uint8).reshape(frames, height, width, 3)
+    tensors = {"frames": shown, "sound": np.linspace(-1, 1, 20, dtype=np.float32).reshape(2, 10)}
+    return save(tensors, {"fps": "8.0", "rate": "24000"})
+
+
+def of_latents(order: ImageRequest, steps: int, height: int, width: int) -> ImageResult:
+    """Latents that are all the seed, plus those that are given; decoded, an image that is all their sum."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    latents = np.full((1, 4, height // 8, width // 8), order.seed, np.float32)
+    if order.latents is not None:
+        given = np.frombuffer(Path(order.pixels or "").read_bytes(), np.float32).reshape(order.latents.shape)
+        latents = given if order.steps == 0 else given + order.seed
+    height, width = latents.shape[2] * 8, latents.shape[3] * 8
+    if order.returns == "latents":
+        return ImageResult(order.id, height, width, b"", steps, {"steps": 8.0}, file=save({"latents": latents}))
+    pixels = bytes([int(latents[0, 0, 0, 0])]) * (3 * height * width)
+    return ImageResult(order.id, height, width, pixels, steps, {"decode": 1.0})
 
 
 class Fake:
@@ -183,7 +212,7 @@ def obeyed(fake: Fake, order: ImageRequest) -> Failed | None:
 
 
 def answer(fake: Fake, order: ImageRequest) -> ToServer:
-    steps, (height, width) = order.steps or STEPS, order.size or SIZE
+    steps, (height, width) = order.steps or len(order.sigmas) or STEPS, order.size or SIZE
     fake.send(Step(order.id, 1, steps))
     for index in range(order.partial_images):
         fake.send(Partial(order.id, index, *preview_of(order.seed, index, height, width), (height, width)))
@@ -195,9 +224,13 @@ def answer(fake: Fake, order: ImageRequest) -> ToServer:
     if FACTS[order.model].get("video") is not None:
         frames = order.frames or VIDEO.frames
         file = film(frames, height, width) if order.prompt == "film" else pixels_of(order.seed, height, width)
+        if order.returns == "arrays":
+            file = arrays_of(order.seed, frames, height, width)
         return VideoResult(
             order.id, height, width, frames, order.fps or VIDEO.fps, file, steps, {"steps": 8.0}, (), (3, steps)
         )
+    if order.returns == "latents" or order.latents is not None:
+        return of_latents(order, steps, height, width)
     if order.images and order.prompt != "drawn":  # the last one, so that a test sees that it was sent
         last = order.images[-1]
         pixels = Path(order.pixels or "").read_bytes()[: sum(x.nbytes for x in order.images)][-last.nbytes :]

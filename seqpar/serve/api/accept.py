@@ -20,7 +20,7 @@ from seqpar.serve.messages import ServedModel
 from seqpar.serve.rules import why_not
 
 MOST_WAITING = 16  # requests with images that wait to be decoded, with up to 50 MB each
-Purpose = Literal["images", "edits", "videos"]
+Purpose = Literal["images", "edits", "latents", "videos"]
 
 
 async def accept(
@@ -37,20 +37,24 @@ async def accept(
 
     param: the field of the files. others: a mask and a control_image.
     """
+    if purpose == "edits" and body.steps == 0:
+        purpose = "latents"
     model = _model_for(server, body.model, purpose)
     longest_s = server.args.video_deadline_s if purpose == "videos" else server.args.deadline_s
     if body.deadline_s is not None and body.deadline_s > longest_s:
         text = f"got deadline_s {body.deadline_s:g}, expected at most {longest_s:g}"
         raise refused(400, "invalid_value", text, "deadline_s")
     others = others or {}
-    if purpose == "edits" and not files and "control_image" not in others:
+    if purpose in ("edits", "latents") and not files and "control_image" not in others:
         raise refused(400, "missing_field", f"{param} is required; see /openapi.json", param)
     inputs, roles = [*files, *others.values()], tuple(others)
     deadline_s = longest_s if body.deadline_s is None else body.deadline_s
     spec = body.spec(model, deadline_s, InputFiles.of(len(inputs), roles))
-    check(model, spec, {"image": param} | ({"frames": "seconds"} if "seconds" in body.model_fields_set else {}))
+    names = {"image": param} | ({"frames": "seconds"} if "seconds" in body.model_fields_set else {})
+    check(model, spec, names)
     if inputs:
         spec = spec.having(await decode_inputs(server, key, inputs, param, roles))
+        check(model, spec, names)  # now it is known whether they are latents
     job = server.queue.add(request.state.id, key, spec)
     prompt = body.prompt if server.args.show_prompts else "not shown"
     facts = {"model": model.name, "count": spec.count, "frames": spec.request.frames}
@@ -110,6 +114,8 @@ def _why_not(model: ServedModel, purpose: Purpose) -> str | None:
         return "generates videos; use /v1/videos"
     if purpose == "edits" and not model.edits:
         return "takes no images; /v1/models lists models with edits"
+    if purpose == "latents":
+        return None if model.latent_pixels is not None else "has no latents in requests; use images"
     return "requires an image; use /v1/images/edits" if purpose == "images" and model.needs_picture else None
 
 

@@ -167,6 +167,7 @@ def _model(model: ServedModel, server: ApiServer) -> dict[str, Any]:
         "controlnets": model.controlnets,
         "schedulers": model.schedulers,
         "takes": msgspec.to_builtins(model.takes),
+        "latent_pixels": model.latent_pixels,
         "precision": model.precision,
         "min_psnr": model.min_psnr,
         "cache": model.cache,

@@ -28,9 +28,9 @@ from PIL.PngImagePlugin import PngInfo
 from seqpar.pipelines.image_files import BROKEN, FORMATS, MOST_PIXELS, decoded, decoded_mask, digest
 from seqpar.serve.api import log
 from seqpar.serve.api.errors import short
-from seqpar.serve.messages import MASK, InputImage
+from seqpar.serve.messages import MASK, InputImage, InputLatents
 
-ImageKind = Literal["png", "jpeg", "webp", "safetensors"]
+ImageKind = Literal["png", "jpeg", "webp", "safetensors", "latents"]
 T = TypeVar("T")
 JOIN_S = 2.0  # seconds for the thread of a pool whose processes were killed
 DECODERS = 2  # requests whose files are decoded at the same time
@@ -54,11 +54,12 @@ class PixelFile:
 
 @dataclass(frozen=True)
 class InputFiles:
-    """The input images of a request, by their roles, and the file with their pixels."""
+    """The input images or latents of a request, by their roles, and the file with their pixels or values."""
 
     images: tuple[InputImage, ...] = ()
     mask: InputImage | None = None
     control_image: InputImage | None = None
+    latents: InputLatents | None = None
     file: PixelFile | None = None
 
     @staticmethod
@@ -69,7 +70,8 @@ class InputFiles:
     @staticmethod
     def having(images: Sequence[InputImage], roles: Sequence[str], file: PixelFile | None = None) -> InputFiles:
         plain = len(images) - len(roles)
-        return InputFiles(tuple(images[:plain]), **dict(zip(roles, images[plain:], strict=True)), file=file)
+        named: dict[str, Any] = dict(zip(roles, images[plain:], strict=True))
+        return InputFiles(tuple(images[:plain]), **named, file=file)
 
     @property
     def path(self) -> str | None:
@@ -147,7 +149,10 @@ class Codec:
             async with self._turn:
                 check(3 * await self._decoders.run(pixels_in, files))
                 file = PixelFile(self._folder)
-                return InputFiles.having(await self._decoders.run(written, files, file.path, roles), roles, file)
+                found = await self._decoders.run(written, files, file.path, roles)
+                if isinstance(found, InputLatents):
+                    return InputFiles(latents=found, file=file)
+                return InputFiles.having(found, roles, file)
         finally:
             self.waiting -= 1
 
@@ -171,7 +176,7 @@ def encoded(
     image, file = Image.frombytes("RGB", (width, height), pixels), io.BytesIO()
     if enlarged is not None:
         image = image.resize((enlarged[1], enlarged[0]), Image.Resampling.BICUBIC)
-    if how.kind == "safetensors":
+    if how.kind in ("safetensors", "latents"):  # of which previews are images
         import numpy as np  # not in the API server's own process
         from safetensors.numpy import save
 
@@ -209,8 +214,8 @@ def pixels_in(files: Sequence[bytes]) -> int:
     return pixels
 
 
-def written(files: Sequence[bytes], path: Path, roles: Sequence[str] = ()) -> tuple[InputImage, ...]:
-    """Decode files of images, and write their pixels into a new file; ValueError for other files.
+def written(files: Sequence[bytes], path: Path, roles: Sequence[str] = ()) -> tuple[InputImage, ...] | InputLatents:
+    """Decode files of images, or one of latents, and write their values into a new file; ValueError for others.
 
     roles: as for `InputFiles.of`. A mask has the size of the first image, and is written as `decoded_mask` returns it.
     """
@@ -226,7 +231,12 @@ def written(files: Sequence[bytes], path: Path, roles: Sequence[str] = ()) -> tu
                     size = f"{images[0].width}x{images[0].height}"
                     raise ValueError(f"got mask of {width}x{height} pixels, expected the image's {size}")
             elif is_array(file):
-                (height, width), pixels = array_of(what, file)
+                (height, width, *more), pixels = array_of(what, file)
+                if len(more) > 1:
+                    if len(files) > 1:
+                        raise ValueError(f"{what} has latents, which must be the only file")
+                    out.write(pixels)
+                    return InputLatents((height, width, *more), digest(pixels))
             else:
                 image = decoded(what, io.BytesIO(file))
                 (height, width), pixels = (image.height, image.width), image.tobytes()
@@ -240,8 +250,11 @@ def is_array(file: bytes) -> bool:
     return file[8:9] == b"{" and int.from_bytes(file[:8], "little") <= len(file) - 8
 
 
-def array_of(what: str, file: bytes) -> tuple[tuple[int, int], bytes]:
-    """(height, width) and pixels of a safetensors file with `image`, uint8 (H, W, 3); ValueError for other tensors."""
+def array_of(what: str, file: bytes) -> tuple[Any, bytes]:
+    """Shape and bytes of a safetensors file: `image`, or `latents` with four or five dimensions.
+
+    ValueError for other tensors.
+    """
     from safetensors import SafetensorError, deserialize
 
     try:
@@ -250,7 +263,11 @@ def array_of(what: str, file: bytes) -> tuple[tuple[int, int], bytes]:
         raise ValueError(f"{what} is no safetensors file: {error}") from error
     found = [(name, tensor["dtype"], *tensor["shape"]) for name, tensor in tensors]
     match found:
-        case [("image", "U8", int(height), int(width), 3)] if height and width:
-            return (height, width), bytes(tensors[0][1]["data"])
+        case [("image", "U8", int(), int(), 3) | ("latents", "F32", 1, _, _, _) | ("latents", "F32", 1, _, _, _, _)]:
+            shape, data = tuple(tensors[0][1]["shape"]), bytes(tensors[0][1]["data"])
+            if data:
+                return shape, data
         case _:
-            raise ValueError(f"{what} has tensors {short(str(found))}, expected image of U8 [height, width, 3]")
+            pass
+    expected = "image of U8 [height, width, 3] or latents of F32 [1, channels, height, width]"
+    raise ValueError(f"{what} has tensors {short(str(found))}, expected {expected}")

@@ -59,7 +59,8 @@ class Dispatch:
         finally:
             self.server.queue.ran(job, time.monotonic() - begun_s)
             del pixels
-        if isinstance(answer, ImageResult) and not len(answer.pixels) == 3 * answer.height * answer.width > 0:
+        no_image = isinstance(answer, ImageResult) and len(answer.pixels) != 3 * answer.height * answer.width
+        if isinstance(answer, ImageResult) and not answer.file and (no_image or not answer.pixels):
             text = f"the ranks sent {len(answer.pixels)} bytes for an image of {answer.width}x{answer.height}"
             answer = Failed(answer.id, "failure", text)
         why = answer.why if isinstance(answer, Failed) else None
@@ -128,7 +129,8 @@ class Dispatch:
 
     async def _keep_video(self, job: ServerJob, result: VideoResult) -> None:
         try:
-            (name,) = await self.server.files.keep(job.key, "mp4", [result.file])
+            kind = "mp4" if job.spec.request.returns == "file" else "safetensors"
+            (name,) = await self.server.files.keep(job.key, kind, [result.file])
         except ProblemError as error:
             self.server.queue.end(job, "failed", error.problem)
             return
@@ -146,7 +148,8 @@ class Dispatch:
         size = result.height, result.width
         try:
             parameters = request.parameters(result.steps, size, result.computed)
-            file = await self.server.codec.encoder.run(encoded, size, result.pixels, job.spec.how, parameters)
+            encoder = self.server.codec.encoder
+            file = result.file or await encoder.run(encoded, size, result.pixels, job.spec.how, parameters)
         except (OSError, ValueError) as error:  # a process that died, or an image that Pillow does not write
             log.event("image not encoded", job.id, level=40, error=str(error))
             self.server.queue.end(job, "failed", Problem(500, "failure", f"the image cannot be encoded: {error}"))

@@ -92,10 +92,11 @@ class JobFolder:
         """Keep the files of one job; return their new names. ProblemError if they are too large together."""
         need = sum(map(len, contents))
         if need > self._keep_bytes:
-            instead = "a shorter or smaller video" if kind == "mp4" else "b64_json"
+            instead = "b64_json for images, or a shorter or smaller video"
             text = f"the files have {need} bytes, but the server keeps at most {self._keep_bytes}; request {instead}"
             raise refused(400, "too_large", text, "response_format")
-        names = [f"{secrets.token_urlsafe(24)}.{kind}" for _ in contents]
+        ending = "safetensors" if kind == "latents" else kind
+        names = [f"{secrets.token_urlsafe(24)}.{ending}" for _ in contents]
 
         def write() -> None:
             self.sweep(self._keep_bytes - need)

@@ -95,13 +95,17 @@ class JobSpec:
 
     def having(self, inputs: InputFiles) -> JobSpec:
         """The same with input images, which have been decoded."""
-        named = {"mask": inputs.mask, "control": inputs.control_image, "pixels": inputs.path}
-        request = msgspec.structs.replace(self.request, images=inputs.images, **named)
+        named: Any = {"mask": inputs.mask, "control": inputs.control_image, "latents": inputs.latents}
+        request = msgspec.structs.replace(self.request, images=inputs.images, pixels=inputs.path, **named)
         return replace(self, request=request, pixels=inputs.file)
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.pixels is None else sum(image.nbytes for image in self.request.inputs)
+        return (
+            0
+            if self.pixels is None
+            else sum(x.nbytes for x in (*self.request.inputs, *filter(None, (self.request.latents,))))
+        )
 
 
 @dataclass(eq=False)

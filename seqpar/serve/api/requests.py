@@ -119,6 +119,14 @@ DataUrl = Annotated[
 ]
 
 
+def _parsed(value: Any) -> Any:
+    """The JSON in a text of a form."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+    except (ValueError, RecursionError):
+        return value
+
+
 class CommonFields(BaseModel):
     """Fields of requests for images and videos. `null` is the same as leaving a field out."""
 
@@ -147,6 +155,11 @@ class CommonFields(BaseModel):
         list[LoraScale],
         Field(max_length=8, description="A LoRA of the model (/v1/models), or several, each with its scale."),
         BeforeValidator(as_list, json_schema_input_type=LoraName | LoraScale | list[LoraScale]),
+    ] = []
+    sigmas: Annotated[
+        list[Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]],
+        Field(max_length=1000, description="Of flow matching, one of each step, falling, without the 0 at the end."),
+        BeforeValidator(_parsed),
     ] = []
     deadline_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="Seconds from arrival.")] = None
     priority: Priority = "normal"
@@ -221,9 +234,12 @@ class CommonFields(BaseModel):
             control=inputs.control_image,
             pixels=inputs.path,
             preset=self.preset,
+            sigmas=tuple(self.sigmas),
+            latents=inputs.latents,
             **fields,
         )
-        steps = model.presets.get(self.preset or "", self.steps or model.steps)
+        own = model.steps if self.steps is None else self.steps
+        steps = len(self.sigmas) or model.presets.get(self.preset or "", own)
         return JobSpec(request, self.priority, steps, model.step_s, deadline_s, inputs.file, work=_work(request, model))
 
 
@@ -291,6 +307,7 @@ class Generation(CommonFields):
 
     def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:
         fields |= {"controlnet": self.controlnet, "control_scale": self.control_scale}
+        fields["returns"] = "latents" if self.output_format == "latents" else "file"
         spec = super().spec(model, deadline_s, inputs, partial_images=self.partial_images, **fields)
         return replace(spec, count=self.n, how=Format(self.output_format, self.output_compression))
 
@@ -301,6 +318,7 @@ class Edit(Generation):
     strength: Annotated[
         float | None, Field(ge=LEAST_STRENGTH, le=1, description="Image-to-image strength; 1 ignores the image.")
     ] = None
+    steps: Annotated[int | None, Field(ge=0, le=1000, description="0: latents are only decoded.")] = None
     input_fidelity: Ignored = None
 
     def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:
@@ -323,6 +341,7 @@ class VideoRequest(CommonFields):
     ] = None
     fps: Annotated[int | None, Field(ge=1, le=1000, description="Frames per second.")] = None
     n: Annotated[int, named("n", "num_outputs_per_prompt", ge=1, le=1, description="Number of videos.")] = 1
+    output_format: Literal["mp4", "safetensors"] = "mp4"
 
     @property
     def files(self) -> list[bytes]:
@@ -332,7 +351,8 @@ class VideoRequest(CommonFields):
     def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:
         facts = model.video
         assert facts is not None  # the model was found by its purpose
-        spec = super().spec(model, deadline_s, inputs, frames=self._frames(facts), fps=self.fps)
+        returns = "file" if self.output_format == "mp4" else "arrays"
+        spec = super().spec(model, deadline_s, inputs, frames=self._frames(facts), fps=self.fps, returns=returns)
         return replace(spec, fps=float(self.fps or facts.fps))
 
     def _frames(self, facts: VideoFacts) -> int:

@@ -15,15 +15,18 @@ import diffusers
 import torch
 from PIL import Image
 
+from seqpar.families._modular import is_modular
 from seqpar.loading.checkpoint import Fitted
 from seqpar.loading.folder import open_controlnet
 from seqpar.loading.lora import Lora
 from seqpar.loading.names import errors_only, random_model_of
 from seqpar.loading.schedulers import known
 from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.diffusers import Source as DiffusersSource
 from seqpar.pipelines.find import find
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.pictures import check_encoder
+from seqpar.pipelines.planning import grid_of
 from seqpar.pipelines.protocol import Control, GenerationRequest, Job, Source
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import Load, predict
@@ -146,6 +149,7 @@ class CheckedModel:
             cache=self.example.request.cache,
             park=self.example.request.park,
             preset=request.preset,
+            sigmas=request.sigmas,
         )
         return order if request.steps is None else replace(order, steps=request.steps)
 
@@ -187,6 +191,7 @@ class CheckedModel:
             self._takes(),
             *self._loads(size, unit),
             min_psnr=self.example.request.min_psnr,
+            latent_pixels=latent_pixels(source) if video is None else None,
         )
 
     def why_not(self, fields: Mapping[str, Any], images: Sequence[Picture]) -> str | None:
@@ -289,6 +294,14 @@ def schedulers_of(source: Source) -> dict[str, tuple[int, int]]:
             least = next(steps for steps in FEW_STEPS if made(name, steps) is not None)
             found[name] = least, min((MOST_STEPS, *filter(None, limits)))
     return found
+
+
+def latent_pixels(source: Source) -> int | None:
+    """Pixels along a side of a latent of a pipeline of diffusers; None for others, and where its files do not tell."""
+    if not isinstance(source, DiffusersSource) or is_modular(source.parts.caller):
+        return None
+    grid = grid_of(source.parts.transformer.config, source.parts.vae)
+    return None if grid is None else grid.factor
 
 
 def example_images(needed: bool) -> tuple[Picture, ...]:

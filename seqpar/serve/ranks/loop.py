@@ -11,13 +11,17 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import save
+from torch import Tensor
 
 from seqpar.loading.checkpoint import Fitted
 from seqpar.loading.lora import Lora, remarks
@@ -45,6 +49,7 @@ from seqpar.serve.messages import (
     VideoResult,
     size_of,
 )
+from seqpar.serve.ranks import latents as _latents
 from seqpar.serve.ranks.checked import NOTHING, CheckedModel, check_all_fit, controls_in, in_fields, loras_in
 from seqpar.serve.ranks.link import ServerLink
 from seqpar.serve.ranks.models import LoadError, Models
@@ -60,15 +65,17 @@ WARM_STEPS = 4  # the second call of a shape is captured
 
 @dataclass(frozen=True)
 class Output:
-    """An image, or the frames of a video as values in [0, 1]. parts_s: seconds per part, by the host of this rank.
+    """An image, its latents, or the frames of a video as values in [0, 1].
 
-    computed: how many steps a step cache has computed, and of how many.
+    parts_s: seconds per part, by the host of this rank. computed: how many steps a step cache has computed, and of how
+    many.
     """
 
     steps: int
     parts_s: dict[str, float]
     computed: tuple[int, int] | None
     image: Image.Image | None = None
+    latents: Tensor | None = None
     frames_FHW3: Any = None
     fps: float = 0.0
     sound: Sound | None = None
@@ -105,6 +112,14 @@ class LoadedModel:
         self._model.__exit__(None, None, None)
         end_groups(self._model.mesh, self._ranks)
 
+    @property
+    def pipe(self) -> Any:
+        """The pipeline, with the VAE of the latents. ValueError for models without one."""
+        if self.facts.latent_pixels is None:
+            raise ValueError(f"model {self.facts.name} has no latents in requests; use images")
+        pipes: Any = self._model
+        return next(iter(pipes.pipes.values()))
+
     def make(
         self,
         request: ImageRequest,
@@ -112,12 +127,13 @@ class LoadedModel:
         boundary: Callable[[], None],
         on_step: Callable[[int, int], object] = lambda index, count: None,
         watch: Watch | None = None,
+        latents: Tensor | None = None,
     ) -> Output:
         """Run a request. Collective.
 
-        images: its input images. boundary: called between steps and parts; raises to stop. on_step(index, count):
-        called after each step. watch: estimates for previews. ValueError for a request that does not fit,
-        FloatingPointError for non-finite numbers.
+        images: its input images. latents: what the VAE makes of the one image. boundary: called between steps and
+        parts; raises to stop. on_step(index, count): called after each step. watch: estimates for previews.
+        ValueError for a request that does not fit, FloatingPointError for non-finite numbers.
         """
         parts_s, begun = dict[str, float](), time.perf_counter()
 
@@ -137,11 +153,31 @@ class LoadedModel:
 
         if (refusal := why_not(self.facts, request)) is not None:
             raise ValueError(refusal.text)
+        if latents is not None:
+            if request.steps == 0:
+                boundary()
+                image = _latents.decoded(latents, self.pipe, self._model.mesh.device)
+                ends("decode")
+                return Output(0, parts_s, None, image)
+            side = self.facts.latent_pixels or 1  # the VAE encodes an image of this size to them
+            height, width = (side * count for count in latents.shape[-2:])
+            images = (Picture("the latents", Image.new("RGB", (width, height))),)
+            request = msgspec.structs.replace(request, size=(height, width))
         job = self._model.mesh.on_all_ranks(lambda: self._checked.job(request, images))
         if self._model.mesh.on_all_ranks(lambda: self._model.switch_loras(request.loras)):  # it may read files
             ends("lora")
         estimates = None if watch is None else watch(job.pixels)
-        result = self._model.generate(job, Events(step, boundary, decode=decode, estimates=estimates))
+        with ExitStack() as changed:
+            taken = None
+            if latents is not None:
+                changed.enter_context(_latents.encoding_to(latents, self.pipe.vae))
+            if request.returns == "latents":
+                taken = changed.enter_context(_latents.not_decoded(self.pipe.vae))
+            result = self._model.generate(job, Events(step, boundary, decode=decode, estimates=estimates))
+        if taken is not None:
+            (made,) = taken
+            ends("steps")
+            return Output(job.steps, parts_s, result.computed, latents=made)
         (image,) = result.images
         ends("decode")
         if job.video:
@@ -328,13 +364,19 @@ def _answer(served: Served, request: ImageRequest | Change, loaded_s: float) -> 
 def _result(served: Served, request: ImageRequest) -> ImageResult | VideoResult:
     model = served.models.use(request.model)
     boundary = StepBoundary(served.mesh, served.why_stop)
-    images = input_images(request, served.mesh)
+    images, latents = input_images(request, served.mesh), _latents.read(request, served.mesh)
     watch = _watch(served, request, images, boundary, served.send)
 
     def on_step(index: int, count: int) -> None:
         served.send(Step(request.id, index, count))
 
-    output = model.make(request, images, boundary, on_step, watch)
+    output = model.make(request, images, boundary, on_step, watch, latents)
+    if (made := output.latents) is not None:
+        side = model.facts.latent_pixels or 1
+        size = made.shape[-2] * side, made.shape[-1] * side
+        stored = json.dumps(request.parameters(output.steps, size, output.computed))
+        file = save({"latents": made}, {"seqpar": stored}) if served.mesh.is_main else b""
+        return ImageResult(request.id, *size, b"", output.steps, output.parts_s, _memory(served.mesh), file=file)
     if (image := output.image) is None:
         return _video(served, request, output)
     pixels = np.ascontiguousarray(np.asarray(image.convert("RGB"))).tobytes() if served.mesh.is_main else b""
@@ -392,7 +434,10 @@ def _video(served: Served, request: ImageRequest, output: Output) -> VideoResult
         made = [output.frames_FHW3, *(() if output.sound is None else (output.sound.samples_CT,))]
         more = {"frames": frames, "fps": output.fps, "pixels": digest(made)}
         comment = json.dumps(request.parameters(output.steps, (height, width), output.computed) | more)
-        file = encoded(output.frames_FHW3, output.fps, comment, output.sound).getvalue()
+        if request.returns == "arrays":
+            file = _arrays(output, comment)
+        else:
+            file = encoded(output.frames_FHW3, output.fps, comment, output.sound).getvalue()
         if len(file) > LONGEST - MARGIN:
             most = LONGEST - MARGIN
             raise ValueError(f"the video has {len(file)} bytes, more than {most}; request a shorter or smaller one")
@@ -402,6 +447,16 @@ def _video(served: Served, request: ImageRequest, output: Output) -> VideoResult
     parts_s = {**output.parts_s, "file": time.perf_counter() - begun}
     how = output.steps, parts_s, _memory(served.mesh), output.computed
     return VideoResult(request.id, height, width, frames, output.fps, file, *how)
+
+
+def _arrays(output: Output, comment: str) -> bytes:
+    """The frames (8 bits) and the sound of a video as a safetensors file."""
+    frames_FHW3 = np.ascontiguousarray((np.asarray(output.frames_FHW3) * 255).round().astype(np.uint8))
+    tensors, facts = {"frames": torch.from_numpy(frames_FHW3)}, {"seqpar": comment, "fps": str(output.fps)}
+    if output.sound is not None:
+        tensors["sound"] = torch.from_numpy(np.ascontiguousarray(output.sound.samples_CT, np.float32))
+        facts["rate"] = str(output.sound.rate)
+    return save(tensors, facts)
 
 
 def _memory(mesh: Mesh) -> tuple[int, ...]:

@@ -35,17 +35,21 @@ class Refusal:
 def why_not(model: ServedModel, request: ImageRequest) -> Refusal | None:
     """Why a model does not take a request, as far as is known without its files; None if it does."""
     rules = (_latents, _inputs, _fields, _class, _loras, _sampling, _sigmas, _size, _frames, _load)
-    rules = rules[:1] if request.steps == 0 else rules
+    rules = rules[:1] if _decodes(request) else rules
     return next((refusal for rule in rules if (refusal := rule(model, request)) is not None), None)
+
+
+def _decodes(request: ImageRequest) -> bool:
+    return request.steps == 0 and (request.latents is not None or bool(request.images))
 
 
 def _latents(model: ServedModel, request: ImageRequest) -> Refusal | None:
     given, returned, sent = request.latents, request.returns == "latents", request.images
-    if model.latent_pixels is None and (given or returned or request.steps == 0):
+    if model.latent_pixels is None and (given or returned or _decodes(request)):
         return Refusal("model", f"model {model.name} has no latents in requests; use images", "wrong_model")
-    if request.steps == 0 and (returned or (given is None and (not sent or sent[0].height))):
+    if _decodes(request) and (returned or (given is None and sent[0].height)):
         return Refusal("steps", "steps 0 decodes latents to an image; send latents, or more steps")
-    if given is None or request.steps == 0:
+    if given is None or _decodes(request):
         return None
     if request.size is not None:
         return Refusal("size", "latents have a size; leave size out")

@@ -144,6 +144,7 @@ def test_what_is_transparent_in_a_mask_is_white_for_the_ranks(front: Running, tm
     assert order["mask"] == {"height": 6, "width": 10, "digest": digest(white.tobytes()), "channels": 1}
     assert json.loads(image.info["seqpar"])["mask"] == {"size": "6x10", "pixels": digest(white.tobytes())}
     images = codec.written([file_of(), file_of(mask)], tmp_path / "pixels", ("mask",))
+    assert isinstance(images, tuple)
     assert (tmp_path / "pixels").read_bytes() == PIXELS.tobytes() + white.tobytes()
     assert [image.nbytes for image in images] == [180, 60]
 

@@ -43,7 +43,7 @@ def _prepare(call: Prepared) -> None:
 
 
 def _keys(arguments: dict[str, Any], note: Hashable) -> Keys:
-    """Let every rank compute the keys and values of reference images, once a picture."""
+    """Let every rank compute the keys and values of reference images, once per image."""
     return Keys(is_whole=_mode(arguments) == "write")
 
 

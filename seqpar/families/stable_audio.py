@@ -1,4 +1,4 @@
-"""Where the tokens of Stable Audio are split: one of what it is told about the whole, then those of the sound."""
+"""Where the tokens of Stable Audio are split: one for the conditions of the whole, then those of the sound."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class Parking:
         }
 
     def enter(self, name: str, module: nn.Module, original: Callable[[str], Tensor]) -> None:
-        """Park a transformer whose weights have come into their room. original: as in `Seat`."""
+        """Park a transformer whose weights are in their room. original: as in `Seat`."""
         self._parts[name], self._inside = _places([module]), name
         seat = vars(module)[SEAT] = Seat(self, name, original)
         module.register_forward_pre_hook(seat.bring)

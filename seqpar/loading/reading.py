@@ -261,7 +261,7 @@ def _native(device: torch.device, threads: int) -> cpp.nogds_file_reader:
 
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:
-    # what has come, as it is to be and in the memory that there is for it, if there is
+    # a tensor that was read, in its final form, and in the memory that is ready for it, if there is any
     if like.is_meta or tensor is like:
         rounds = isinstance(like, Weight8) and not isinstance(tensor, Weight8)
         return Weight8.of(tensor) if rounds else tensor

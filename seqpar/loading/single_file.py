@@ -26,7 +26,7 @@ PARTS = ("transformer", "unet")  # subfolders with the model that is sampled; Un
 PREFIX = "model.diffusion_model."  # before the keys of a transformer that ComfyUI saves, with its other parts or alone
 OTHERS = ("vae.", "audio_vae.", "vocoder.", "text_encoders.", "first_stage_model.", "conditioner.", "cond_stage_model.")
 
-SCALES = (".scale_weight", ".weight_scale")  # of a weight in 8 bits, as ComfyUI saves it: one number, or one a row
+SCALES = (".scale_weight", ".weight_scale")  # of a weight of ComfyUI in 8 bits: one number, or one for each row
 BESIDE = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")  # for its own arithmetic alone
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -97,7 +97,7 @@ def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[s
     The config lies in the file's folder or in its folder `transformer`; some families know theirs by the shapes alone.
     Raises ValueError if the file does not fit the class of its config.
     """
-    # without the keys of other parts, and without the prefix of its own
+    # without the keys of other parts, and without the transformer's prefix
     keys = [key for key in checkpoint.shapes if key.startswith(PREFIX)]
     keys = keys or [key for key in checkpoint.shapes if not key.startswith(OTHERS)]
     source = {key.removeprefix(PREFIX): key for key in keys}
@@ -153,7 +153,7 @@ def _unread(checkpoint: Checkpoint, source: Mapping[str, str]) -> dict[str, Late
             if dtype not in EIGHT or prod(sizes) not in (1, shape[0]):
                 raise ValueError(
                     f"{checkpoint.name}: {own} is {dtype} with a scale of shape {sizes}; expected 8 bits with one, "
-                    f"or one a row; load another file of this model".replace("torch.", "")
+                    f"or one for each row; load another file of this model".replace("torch.", "")
                 )
             dtype, read = torch.float32, partial(_scaled, checkpoint, own, scale)
         unread[key] = _later(torch.empty(shape, dtype=dtype, device="meta"), read)

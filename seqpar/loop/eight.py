@@ -139,7 +139,7 @@ def fixed_run(config: Any, predict: Callable[..., Any], device: torch.device) ->
 class Matrices8:
     """The matrices of a model in 8 bits, by the paths of their layers; those of too rough GEMMs keep their dtype.
 
-    They are copies: `follow` rounds them anew, in the same memory, when weights were written in place or moved.
+    They are copies: `follow` rounds them again, in the same memory, when weights were written in place or moved.
     """
 
     def __init__(self, model: nn.Module, known: Calibration) -> None:
@@ -158,13 +158,13 @@ class Matrices8:
         self._written = self._versions()
 
     def follow(self) -> None:
-        """Round weights anew if some were written in place, or moved, since the last call."""
+        """Round weights again if some were written in place, or moved, since the last call."""
         if self._versions() != self._written:
             self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round all weights anew, into the same memory, which CUDA graphs read. The means stay."""
+        """Round all weights again, into the same memory, which CUDA graphs read. The means stay."""
         for key, old in self.by_path.items():
             layer = self._layer(key)
             new = quantised(Matrix(layer.weight, layer.bias), old.reads, old.fast, old)

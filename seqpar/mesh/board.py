@@ -38,7 +38,7 @@ class Board:
         self._rank, self._size, self._memory, self._count = rank, len(pids), memory, 0
         self._exits, ends = select.poll(), ExitStack()
         for pid in pids:
-            with suppress(OSError):  # without it, heartbeats tell that a rank has exited
+            with suppress(OSError):  # without it, a missing heartbeat shows that a rank has exited
                 self._exits.register(descriptor := os.pidfd_open(pid), select.POLLIN)
                 ends.callback(os.close, descriptor)
         finalize(self, ends.close)

@@ -254,7 +254,7 @@ class FixedRun:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells it from other runs of the same transformer."""
+        """What distinguishes it from other runs of the same transformer."""
         return type(self.pipe).__name__, *self.arguments
 
     def __call__(self) -> None:
@@ -431,7 +431,7 @@ def key_of(settings: tuple[object, ...], weights: Iterable[tuple[str, Tensor]]) 
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    # a file that cannot be read is measured and written anew
+    # a file that cannot be read is measured and written again
     try:
         return load_file(path)
     except (OSError, SafetensorError):

@@ -331,7 +331,7 @@ class DistributedDiT(nn.Module):
         return nullcontext() if self.matrices8 is None else eight.computing(self.model, self.matrices8.by_path)
 
     def follow_weights(self) -> None:
-        """Round weights to 8 bits again that were written in place; what was written through `.data` needs `refresh`."""
+        """Round weights again that were written in place; what was written through `.data` needs `refresh`."""
         if self.matrices8 is not None:
             self.matrices8.follow()
 

@@ -302,7 +302,7 @@ def test_a_server_is_fair_to_its_keys_and_reloads_them(tmp_path: Path) -> None:
         pool = stack.enter_context(ThreadPoolExecutor(8))
         ada, bob, cyd = (stack.enter_context(front.client(f"key-of-{name}")) for name in ("ada", "bob", "cyd"))
 
-        def ask(client: httpx.Client, prompt: str, priority: str) -> Future[httpx.Response]:
+        def ask(client: httpx.Client, prompt: str, priority: str | None) -> Future[httpx.Response]:
             body = {"prompt": prompt, "priority": priority}
             return pool.submit(lambda: client.post(GENERATIONS, json=body))
 
@@ -321,7 +321,7 @@ def test_a_server_is_fair_to_its_keys_and_reloads_them(tmp_path: Path) -> None:
         front.process.send_signal(signal.SIGHUP)
         front.event("keys reloaded", keys=1)
         assert bob.get("/v1/jobs").status_code == 401
-        asked = [ask(cyd, "of cyd", priority).result() for priority in ("normal", "low", "low")]
+        asked = [ask(cyd, "of cyd", priority).result() for priority in ("normal", None, "low")]
         codes = [answer.json().get("error", {}).get("code") for answer in asked]
         assert codes == ["forbidden", None, "rate_limit_exceeded"]
         assert 0 < int(asked[2].headers["retry-after"]) <= 60

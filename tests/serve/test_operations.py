@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import pytest
 from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,6 +21,7 @@ from seqpar.serve.api.connections import HEAD_BYTES
 from seqpar.serve.api.gate import ADMIN_MODELS, GENERATIONS
 from seqpar.serve.api.jobs import JobSpec, Queue
 from seqpar.serve.api.keys import KeyTerms
+from seqpar.serve.api.replica import RanksEndedError, Replica
 from seqpar.serve.messages import ImageRequest
 from tests.support.front import Running, keys_in, running, until
 
@@ -35,7 +37,7 @@ def samples(front: Running, name: str, label: str, client: httpx.Client | None =
 
 
 def test_each_answer_is_counted_and_logged_once(front: Running) -> None:
-    known = (("responses", "status"), ("responses", "route"), ("jobs", "end"))
+    known = (("responses", "status"), ("responses", "route"), ("responses", "method"), ("jobs", "end"))
     before, first = [samples(front, f"seqpar_{name}_total", label) for name, label in known], len(front.events)
     calls: list[tuple[str, str, dict[str, Any], int]] = [
         ("GET", "/v1/models", {}, 200),
@@ -43,6 +45,7 @@ def test_each_answer_is_counted_and_logged_once(front: Running) -> None:
         ("POST", GENERATIONS, {"json": {"prompt": "mistake"}}, 400),
         ("GET", "/no", {}, 404),
         ("GET", "/v1/models", {"headers": {"host": "other.example"}}, 403),
+        ("ANYTHING", "/", {}, 405),
     ]
     for method, path, options, status in calls:
         answer = front.http.request(method, path, **options)
@@ -56,9 +59,10 @@ def test_each_answer_is_counted_and_logged_once(front: Running) -> None:
             while line.recv(1000):
                 pass
     after = [samples(front, f"seqpar_{name}_total", label) for name, label in known]
-    statuses, routes, ends = (new - old for new, old in zip(after, before, strict=True))
-    assert statuses == Counter(str(status) for *_, status in calls) + Counter({"400": 1, "431": 1, "200": 3})
-    assert routes == {"/metrics": 3, "/v1/models": 1, GENERATIONS: 2, "": 4}
+    statuses, routes, methods, ends = (new - old for new, old in zip(after, before, strict=True))
+    assert statuses == Counter(str(status) for *_, status in calls) + Counter({"400": 1, "431": 1, "200": 4})
+    assert routes == {"/metrics": 4, "/v1/models": 1, GENERATIONS: 2, "/": 1, "": 4}
+    assert methods == {"GET": 5, "POST": 2, "": 5}  # not a client's own words
     assert ends == {"completed": 1, "mistake": 1}
     paths = Counter(x["path"] for x in front.events[first:] if x["event"] == "answered")
     assert paths - Counter({"/metrics": 9}) == Counter(path for _, path, *_ in calls)
@@ -118,6 +122,7 @@ def test_an_admin_changes_the_loaded_models_between_two_images(tmp_path: Path) -
         refused = made("toy")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_not_loaded")
         assert refused.headers["x-should-retry"] == "false"  # openai's client would retry 409
+        assert "toy" not in made("none").text  # only those that it may name
         left = [name for name in everything if name not in ("other", "toy")]
         assert [model["id"] for model in bob.get("/v1/models").json()["data"]] == loaded(ada) == left
         assert made(None).status_code == 200  # by a model that is loaded
@@ -131,10 +136,12 @@ def test_an_admin_changes_the_loaded_models_between_two_images(tmp_path: Path) -
         until(lambda: ada.get("/ready").status_code == 200)
         assert loaded(ada) == left
         posted(200, load=["toy"])
+        posted(200, load=["toy"])  # is loaded: no load
         assert made("toy").status_code == 200
         gauge = samples(front, "seqpar_model_loaded", "model", ada)
         assert (gauge["toy"], gauge["other"]) == (1, 0)
         assert samples(front, "seqpar_load_failures_total", "model", ada) == {"toy": 1}
+        assert samples(front, "seqpar_load_seconds_count", "model", ada) == {"toy": 1}
 
 
 def test_a_request_loads_its_model_with_swap(tmp_path: Path) -> None:
@@ -145,11 +152,19 @@ def test_a_request_loads_its_model_with_swap(tmp_path: Path) -> None:
         (tmp_path / "no-load").touch()
         failed = ada.post(GENERATIONS, json={"prompt": "x", "model": "other"})
         assert (failed.status_code, failed.json()["error"]["code"]) == (503, "model_not_loaded")
+        assert "no weights" not in failed.text  # may have paths of the server
+        assert front.event("models not changed", reason="no weights in the folder")
         (tmp_path / "no-load").unlink()
         for is_swapped in (True, False):
             made = ada.post(GENERATIONS, json={"prompt": "x", "model": "other"}).json()
             assert ("swap" in made["seqpar"]["seconds"]) == is_swapped
         assert front.event("models changed", loaded=loaded(ada))
+
+
+def test_a_request_after_a_change_does_not_wait_for_ranks_that_exited_between_them(tmp_path: Path) -> None:
+    replica = Replica([], tmp_path, 0, 1, lambda: None)
+    with pytest.raises(RanksEndedError):
+        asyncio.run(asyncio.wait_for(replica.run(ImageRequest("a/0/0", "toy", "x"), lambda message: None), 10))
 
 
 def test_the_key_of_the_first_job_of_a_model_pays_for_its_swap() -> None:

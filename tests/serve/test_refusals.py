@@ -272,6 +272,8 @@ def test_bad_requests(front: Running) -> None:
     for path, data, files, said in FORMS:
         check(post(path, data=data, files=files), 400, said)
     check(post(EDITS, data={"prompt": "x", "model": "none"}, files=[PNG]), 404, "model not found")
+    odd = [("control_image", save({"image": PIXELS[0]}))]
+    check(post(EDITS, data=POSE, files=odd), 400, "control_image has tensors", "control_image")
     broken = {**CLIP, "image": "data:image/png;base64,bm9uZQ=="}
     check(post(VIDEOS, json=broken), 400, "got image 1, which is none", "image")
     waiting = [post(VIDEOS, json={"prompt": "x"}).json()["id"] for _ in range(3)]

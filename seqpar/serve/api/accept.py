@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -14,6 +15,7 @@ from seqpar.serve.api.admin import not_loaded
 from seqpar.serve.api.codec import InputFiles, ProcessDiedError
 from seqpar.serve.api.errors import ProblemError, refused
 from seqpar.serve.api.jobs import JobSpec, ServerJob
+from seqpar.serve.api.keys import PRIORITIES
 from seqpar.serve.api.requests import CommonFields
 from seqpar.serve.api.state import ApiServer
 from seqpar.serve.messages import ServedModel
@@ -50,6 +52,8 @@ async def accept(
     inputs, roles = [*files, *others.values()], tuple(others)
     deadline_s = longest_s if body.deadline_s is None else body.deadline_s
     spec = body.spec(model, deadline_s, InputFiles.of(len(inputs), roles))
+    if "priority" not in body.model_fields_set:  # of a client that does not know the field
+        spec = replace(spec, priority=max(spec.priority, server.terms(key).priority, key=PRIORITIES.__getitem__))
     names = {"image": param} | ({"frames": "seconds"} if "seconds" in body.model_fields_set else {})
     check(model, spec, names)
     if inputs:
@@ -76,7 +80,7 @@ async def decode_inputs(
     try:
         return await server.codec.decode(files, partial(server.queue.check, key), roles)
     except ValueError as error:
-        field = next((role for role in roles if str(error).startswith(f"got {role}")), param)
+        field = next((role for role in roles if str(error).removeprefix("got ").startswith(role)), param)
         raise refused(400, "invalid_picture", str(error), field) from error
     except ProcessDiedError as error:
         raise refused(500, "failure", str(error), param) from error
@@ -89,7 +93,9 @@ def found(server: ApiServer, name: str) -> ServedModel:
     """A model by its name; ProblemError if there is none."""
     models = {model.name: model for model in server.facts.models}
     if name not in models:
-        raise refused(404, "model_not_found", f"model not found; use one of {', '.join(models)}", "model")
+        names = ", ".join(model.name for model in server.models)
+        advice = f"use one of {names}" if names else "none is loaded; use it later"
+        raise refused(404, "model_not_found", f"model not found; {advice}", "model")
     return models[name]
 
 

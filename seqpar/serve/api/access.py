@@ -21,7 +21,7 @@ LEFT = 499  # of a request whose client left before the answer began
 class AccessLog:
     """ASGI middleware, the outermost one. name: of this server, with which ids begin.
 
-    on_answer(method, route, status): called for each answer; route: "" where no route gave it.
+    on_answer(method, route, status): called for each answer; route: "" where no route gave it, method: "" also for 405.
     """
 
     app: ASGIApp
@@ -50,7 +50,8 @@ class AccessLog:
             await self.app(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", "")
-            self.on_answer(scope["method"] if route else "", route, status)
+            # 405: a client's own word, which would stay as a label for ever
+            self.on_answer(scope["method"] if route and status != 405 else "", route, status)
             client = scope.get("client")
             facts = {"method": scope["method"], "path": scope["path"], "status": status, "bytes": sent}
             facts |= {"seconds": round(monotonic() - begun, 3), "key": state.get("key"), "client": client and client[0]}

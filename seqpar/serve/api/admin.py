@@ -71,9 +71,10 @@ async def changed(body: ModelChange, request: Request, server: Server, key: Key)
 
 async def change(server: ApiServer, order: Change) -> Failed | None:
     """Change the models on the ranks, which are ready, by who has the turn; return why they are still those before."""
+    new = [name for name in order.load if (model := server.replica.model(name)) is not None and not model.loaded]
     failed = await server.replica.change(order)
     job = order.id.partition("/")[0]
-    for name in order.load:
+    for name in new:
         model = server.replica.model(name)
         if failed is None or failed.why == "failure":
             server.metrics.loaded(name, None if failed or model is None else model.load_s)

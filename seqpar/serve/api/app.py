@@ -99,8 +99,7 @@ async def file(name: str, server: Server, key: Key) -> Response:
 
 async def models(server: Server, key: Key) -> dict[str, Any]:
     """List the models that requests may name, and tell the name of the client's key."""
-    listed = [model for model in server.facts.models if model.loaded or server.args.swap]
-    data = [_model(model, server) for model in listed]
+    data = [_model(model, server) for model in server.models]
     return {"object": "list", "data": data, "seqpar": {"key": key if server.args.keys else None}}
 
 

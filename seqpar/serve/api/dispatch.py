@@ -90,7 +90,7 @@ class Dispatch:
             raise not_loaded(self.server, model)
         failed = await change(self.server, Change(request.id, (model.name,)))
         if failed is not None:
-            text = f"model {model.name} did not load: {failed.text}"
+            text = f"model {model.name} did not load; use another one, or ask the operator, whose log has the reason"
             raise refused(503, "model_not_loaded", text, x_should_retry="false")
         job.parts_s["swap"] = time.monotonic() - begun
 

@@ -90,7 +90,7 @@ class JobSpec:
         it = self.request
         negative = it.true_guidance is not None and it.true_guidance > 1, it.negative_prompt is not None
         guided = it.guidance is not None and it.guidance <= 1, *negative
-        images = tuple((image.height, image.width) for image in it.images)
+        images = it.controlnet, *((image.height, image.width) for image in it.inputs)
         return it.model, it.size, it.frames, images, it.strength, guided, it.scheduler, it.preset
 
     def having(self, inputs: InputFiles) -> JobSpec:

@@ -185,6 +185,8 @@ class Replica:
     async def _ask(
         self, request: ImageRequest | Change, on_message: Callable[[Step | Partial], None]
     ) -> Answer | Changed:
+        if not self.ready.is_set():  # they exited between a change and the request that needs it
+            raise RanksEndedError
         running = Running(request, asyncio.get_running_loop().create_future(), on_message)
         self._running, self._during = running, request.id.rpartition("/")[0]
         self._send(request)

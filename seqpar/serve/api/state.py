@@ -16,7 +16,7 @@ from seqpar.serve.api.jobs import Queue
 from seqpar.serve.api.keys import KeyTerms
 from seqpar.serve.api.replica import Replica
 from seqpar.serve.api.telemetry import Metrics
-from seqpar.serve.messages import Ready
+from seqpar.serve.messages import Ready, ServedModel
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class ApiServer:
         if self.replica.facts is None:
             raise not_ready()
         return self.replica.facts
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """The models that requests may name now; others are for keys with admin=true."""
+        return [model for model in self.facts.models if model.loaded or self.args.swap]
 
 
 async def _server(request: Request) -> ApiServer:

@@ -207,9 +207,9 @@ class CheckedModel:
         return next((steps for steps in FEW_STEPS if not self.why_not({"steps": steps}, self.input_images)), 1)
 
     def public(self, text: str) -> str:
-        """A message with the model's name in requests, in place of a path on the server."""
+        """A message with the model's name in requests, in place of its path on the server, also in paths of files."""
         path = re.escape(self.example.request.model)
-        return re.sub(rf"(?<![\w./-]){path}(?![\w/-])", lambda match: self.name, text)
+        return re.sub(rf"(?<![\w./-]){path}(?![\w-])", lambda match: self.name, text)
 
     def _takes(self) -> dict[str, Takes]:
         """What the model takes by what requests start from: each field is tried alone."""

@@ -99,10 +99,13 @@ class Models:
             self._place(after, warm)
         except LostRankError:
             raise
-        except (ValueError, OSError) as error:  # raised identically on all ranks
+        except (ValueError, OSError, FloatingPointError) as error:  # raised identically on all ranks
             reason = str(error)
         if reason is not None:  # outside of `except`, whose traceback holds what was loaded
-            self._place(before, warm)
+            try:
+                self._place(before, warm)
+            except (ValueError, FloatingPointError) as error:  # no answer to the change: the API server counts on them
+                raise RuntimeError(f"the models before do not load again: {error}") from error
             raise LoadError(reason)
 
     def _planned(self, load: Sequence[str], unload: Sequence[str]) -> list[str]:

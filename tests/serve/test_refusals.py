@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import socket
 import zlib
 from base64 import b64encode
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +19,7 @@ import pytest
 from safetensors.numpy import save
 
 from seqpar.serve.api.gate import EDITS, FORM, GENERATIONS, JSON, VIDEOS
+from tests.mesh.test_messages import Bomb
 from tests.support.front import LIMIT_S, PIXELS, Running, file_of, until
 
 WORDS = re.compile(r"--|\n|seqpar\.")  # of the command line, or of Python
@@ -153,15 +157,16 @@ RULES: list[tuple[dict[str, Any], str, str]] = [  # of the ranks: fields, param,
 ]
 
 
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
+
+
 def bomb() -> bytes:
     """A small PNG with a header of 100 million pixels."""
 
-    def part(kind: bytes, content: bytes) -> bytes:
-        return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
-
     side = (10_000).to_bytes(4, "big")
-    header = part(b"IHDR", side + side + bytes([8, 2, 0, 0, 0]))
-    return b"\x89PNG\r\n\x1a\n" + header + part(b"IDAT", zlib.compress(bytes(1000))) + part(b"IEND", b"")
+    header = _chunk(b"IHDR", side + side + bytes([8, 2, 0, 0, 0]))
+    return b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", zlib.compress(bytes(1000))) + _chunk(b"IEND", b"")
 
 
 def mask_of(rows: int) -> bytes:
@@ -349,3 +354,172 @@ def test_a_long_body_is_refused_before_it_has_arrived(front: Running, chunked: b
             line.sendall(b"f4241\r\n" + b" " * 1_000_001)  # and no end
         assert line.recv(100).startswith(b"HTTP/1.1 413")
     assert len(front.heard) == before
+
+
+# attacks --------------------------------------------------------------------------------------------------------------
+
+GET, HOST = "GET /v1/models HTTP/1.1\r\n", "host: localhost\r\n"
+POST = f"POST {GENERATIONS} HTTP/1.1\r\n{HOST}content-type: {JSON}\r\n"
+WHOLE, CHUNKS = GOOD.decode(), f"13\r\n{GOOD.decode()}\r\n0\r\n\r\n"  # the same body; it is taken with right lengths
+CHUNKED = f"{POST}transfer-encoding: chunked\r\n\r\n"
+TEXTS = [  # whole requests, of which an answer 4xx or nothing comes back
+    *(
+        f"{POST}content-length: {length}\r\n\r\n{WHOLE}"
+        for length in (
+            *("19\r\ncontent-length: 20", "19, 20", "-19", "+19", "0x13", "1_9", "19e0", "19.0", "", " ", "\u00b9"),
+            *("9" * 19, "9" * 40),
+        )
+    ),
+    *(
+        f"{POST}{encoding}\r\n\r\n{CHUNKS}"
+        for encoding in (
+            "content-length: 19\r\ntransfer-encoding: chunked",
+            "transfer-encoding: chunked\r\ncontent-length: 19",
+            "transfer-encoding: xchunked",
+            "transfer-encoding: identity, chunked",
+            "transfer-encoding: chunked, identity",
+            "transfer-encoding: chunked\r\ntransfer-encoding: chunked",
+            "transfer-encoding : chunked",
+            "transfer-encoding:\x0bchunked",
+            "content-encoding: gzip",
+        )
+    ),
+    *(
+        CHUNKED + chunk
+        for chunk in (f"-{CHUNKS}", f"0x{CHUNKS}", f"+{CHUNKS}", f"{'F' * 30}\r\n", CHUNKS.replace("}", "}x"))
+    ),
+    *(
+        GET + head + "\r\n\r\n"
+        for head in (
+            "x: y",  # no Host
+            f"{HOST}{HOST}x: y",
+            "host: localhost@evil.example",
+            "host: evil.example#localhost",
+            "host: evil.example/localhost",
+            "host: localhost.evil.example:80",
+            "host: localhost\r\n folded",
+            "host: localhost\x00",
+            "host: \xff",
+            f"{HOST}origin: file://",
+            f"{HOST}origin: http://localhost.evil.example",
+            f"{HOST}origin: http://localhost@evil.example",
+            f"{HOST}origin: http://localhost\r\norigin: http://evil.example",
+            f"{HOST}no colon",
+            f"{HOST}sp ace: x",
+            f"{HOST}: x",
+            f"{HOST}x: \x00",
+            f"{HOST}x: a\rb: c",
+            f"{HOST}x: {'y' * 20_000}",
+            HOST + "\r\n".join(f"x{i}: y" for i in range(3000)),
+        )
+    ),
+    *(
+        f"{line}\r\n{HOST}\r\n"
+        for line in (
+            "GET /v1/models",
+            "GET  HTTP/1.1",
+            "G(T / HTTP/1.1",
+            "GET http://169.254.169.254/latest HTTP/1.1",
+            "CONNECT evil.example:443 HTTP/1.1",
+            "TRACE / HTTP/1.1",
+            "GET ../../etc/passwd HTTP/1.1",
+            "GET /../../etc/passwd HTTP/1.1",
+            "GET /v1/files/..%252f..%252fetc%252fpasswd HTTP/1.1",
+            "GET /v1/files/%00 HTTP/1.1",
+            "GET /v1/files/.. HTTP/1.1",
+            f"GET /v1/files/{'a' * 5000} HTTP/1.1",
+            f"GET /{'a' * 20_000} HTTP/1.1",
+            "GET /v1/jobs/%ff%fe HTTP/1.1",
+            "GET /v1/jobs/..%2f..%2fsecret HTTP/1.1",
+            "GET /v1/videos/..%2f..%2fetc/content HTTP/1.1",
+            "DELETE /v1/videos/%2e%2e%2f%2e%2e HTTP/1.1",
+            "GET /v1/models//etc/passwd HTTP/1.1",
+            "GET /v1/models/../../etc/passwd HTTP/1.1",
+            "GET /v1/models/%2e%2e%2fetc HTTP/1.1",
+            "GET /admin/models HTTP/1.1",
+            "GET /admin/../admin/models HTTP/1.1",
+        )
+    ),
+    "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + "\x00" * 600 + "\r\n\r\n",
+]
+FIELDS = [  # JSON beside the prompt
+    *(f'"model": {json.dumps(name)}' for name in ("../../etc", "file:///etc", "http://evil.example/", "toy\0", "%2e")),
+    *(f'"lora": {json.dumps(name)}' for name in ("../style", "style.safetensors", "style\0", "STYLE", "http://x/")),
+    *(f'"{name}": "http://169.254.169.254/"' for name in ("image", "image_url", "url", "reference_url", "callback")),
+    *(f'"{name}": "data:image/png;base64,AAAA"' for name in ("image", "mask", "input_reference")),
+    *(f'"steps": {number}' for number in ("NaN", "Infinity", "1e400", "-1", "2.5", "9" * 400, "true")),
+    *(f'"guidance": {number}' for number in ("-Infinity", "1e999")),
+    '"n": 1e9',
+    '"seed": -9223372036854775809',
+    '"__class__": "os.system"',
+    '"__proto__": {"n": 10}',
+    '"lora": ' + "[" * 3000 + "]" * 3000,
+    '"steps": 3, "steps": 0',
+    '"prompt": ["never"]',
+]
+WEBP = file_of(np.zeros((64, 64, 3), np.uint8), "webp")
+
+
+def _header(text: bytes, size: int | None = None) -> bytes:
+    return (len(text) if size is None else size).to_bytes(8, "little") + text
+
+
+IMAGES = [  # files that are no images to start from
+    pickle.dumps(Bomb(Path("canary"))),
+    file_of(kind="jpeg")[:300],
+    file_of(kind="jpeg").replace(b"\x00\x06\x00\x0a", b"\xff\xdc\xff\xdc", 1),  # 65500 x 65500 pixels
+    WEBP[:-20],
+    b"RIFF\x1a\0\0\0WEBPVP8L\x0d\0\0\0\x2f\xff\xff\xff\x0f" + bytes(9),  # 16384 x 16384 pixels
+    file_of()[:33] + _chunk(b"zTXt", b"x\0\0" + zlib.compress(bytes(2_000_000))) + file_of()[33:],
+    file_of()[:33] + _chunk(b"iCCP", b"x\0\0" + zlib.compress(bytes(2_000_000))) + file_of()[33:],
+    b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>",
+    b"%!PS-Adobe-3.0 EPSF-3.0\n(/etc/passwd) (r) file\n",
+    b"II*\0\x08\0\0\0" + bytes(200),
+    _header(b"{}", 2**63),
+    _header(b"{", 10**9),
+    _header(b"[" * 90_000),
+    _header(b'{"image": {"dtype": "U8", "shape": [9, 9, 3], "data_offsets": [0, 9999999]}}') + bytes(243),
+    _header(b'{"image": {"dtype": "U8", "shape": [9, 9, 3], "data_offsets": [-243, 0]}}') + bytes(243),
+    _header(b'{"image": {"dtype": "U8", "shape": [4294967296, 4294967296, 3], "data_offsets": [0, 0]}}'),
+    save({"image": np.zeros((0, 9, 3), np.uint8)}),
+    save({"image": np.zeros((9, 9, 4), np.uint8)}),
+    save({"image": np.zeros((9, 9, 3), np.float32)}),
+    save({"image": PIXELS, "other": PIXELS}),
+]
+
+
+def _told(port: int, text: bytes) -> bytes:
+    """The beginning of the answer to a text; b"" if the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), LIMIT_S) as line, suppress(ConnectionError):
+        line.sendall(text)
+        return line.recv(12)
+    return b""
+
+
+def test_attacks_are_refused(front: Running) -> None:
+    """And nothing reaches the ranks, nothing is unpickled, and the server stays as it was."""
+    assert {
+        _told(front.port, f"{POST}content-length: 19\r\n\r\n{WHOLE}".encode()),
+        _told(front.port, (CHUNKED + CHUNKS).encode()),
+    } == {b"HTTP/1.1 200"}
+    before = len(front.heard)
+    for text in TEXTS:
+        told = _told(front.port, text.encode("latin-1"))
+        assert told[:10] in (b"", b"HTTP/1.1 4"), (told, text[:200])
+    for fields in FIELDS:
+        body = f'{{"prompt": "never", {fields}}}'
+        answer = front.http.post(GENERATIONS, content=body, headers={"content-type": JSON})
+        assert answer.status_code in (400, 404), (answer.text, body[:200])
+    for image in IMAGES:
+        answer = front.http.post(EDITS, data={"prompt": "x"}, files=[("image", image)])
+        check(answer, 400, "image 1")
+    parts = b"".join(b'--x\r\ncontent-disposition: form-data; name="a%d"\r\n\r\n\r\n' % i for i in range(5000))
+    long = b'--x\r\ncontent-disposition: form-data; name="' + b"y" * 10**6 + b'"\r\n\r\n\r\n--x--'
+    for body in (parts + b"--x--", long, b"--x\r\nx\r\n\r\n--x--", parts[:50]):
+        assert front.http.post(EDITS, content=body, headers={"content-type": BROKEN_FORM}).status_code == 400
+    assert len(TEXTS) + len(FIELDS) + len(IMAGES) + 4 >= 100
+    assert len(front.heard) == before
+    assert not Path("canary").exists()
+    assert front.http.get("/ready").status_code == 200
+    assert front.http.post(GENERATIONS, json={"prompt": "after attacks"}).status_code == 200

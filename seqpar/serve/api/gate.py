@@ -44,6 +44,10 @@ class Gate:
             await self.app(scope, receive, send)
             return
         try:
+            if {"content-length", "transfer-encoding"} <= {*Headers(scope=scope)}:
+                # a proxy may have believed the other one, and taken the rest for another client's request
+                text = "content-length and transfer-encoding exclude each other; send one"
+                raise refused(400, "invalid_value", text, connection="close")
             key = self._key_of(scope)
             scope.setdefault("state", {})["key"] = key
             if scope["method"] == "POST" and scope["path"] in BODIES:

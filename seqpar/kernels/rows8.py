@@ -116,7 +116,7 @@ def room_for(batch: int, tokens: int, width: int, device: torch.device) -> tuple
     rows = batch * tokens
     sizes = ((width, E4M3), (1, torch.float32))
     rooms = (torch.empty((max(rows, FEWEST), size), dtype=dtype, device=device) for size, dtype in sizes)
-    values, scales = (room[:rows].view(batch, tokens, -1) for room in rooms)
+    values, scales = (room[:rows].view(batch, tokens, room.shape[1]) for room in rooms)  # -1 fails without tokens
     return values, scales
 
 

@@ -24,8 +24,9 @@ from seqpar.mesh.errors import WHO
 from seqpar.mesh.watch import LostRankError
 
 MEMORY = "seqpar"  # name of shared memory
-ROOM = 48  # bytes of a value
-RECORD = Struct(f"<q{ROOM}sI")  # the number of the exchange, the value, and the checksum of both
+SIZE = Struct("<q")  # at the start of a value: how many bytes the ranks exchange
+ROOM = 48  # bytes of a value after its size
+RECORD = Struct(f"<q{SIZE.size + ROOM}sI")  # the number of the exchange, the value, and the checksum of both
 PLACE = 128  # bytes from one record to the next: no two are in one line of a cache, or in two that are read together
 YIELDS = 2000  # reads in a row, about 1 ms, before a rank pauses between them
 PAUSE_S = 1e-4
@@ -44,9 +45,9 @@ class Board:
         finalize(self, ends.close)
 
     def post(self, value: bytes) -> Posting:
-        """Write this rank's value, of at most `ROOM` bytes; all ranks write equally many."""
+        """Write this rank's value: its size (`SIZE`), and at most `ROOM` bytes."""
         self._count += 1
-        value = value.ljust(ROOM, b"\0")
+        value = value.ljust(SIZE.size + ROOM, b"\0")
         check = zlib.crc32(value, self._count & 0xFFFFFFFF)
         RECORD.pack_into(self._memory, self._at(self._rank), self._count, value, check)
         return Posting(self)

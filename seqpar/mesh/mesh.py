@@ -21,7 +21,7 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 
-from seqpar.mesh.board import ROOM, Board, anonymous, nbytes_for, path_of
+from seqpar.mesh.board import ROOM, SIZE, Board, anonymous, nbytes_for, path_of
 from seqpar.mesh.errors import SMALL, SharedError, decode_all, encode, length, padded
 from seqpar.mesh.processes import boards, group_timeout, join, watch
 from seqpar.mesh.processes import close as close
@@ -237,10 +237,19 @@ def gathered(axis: Axis, device: torch.device, local: torch.Tensor, what: str) -
     device: of the ranks. what: the gathered values, for the error of a rank that times out.
     """
     board = None if axis.group is None or local.is_cuda else boards().get(axis.group)
-    if axis.watch is not None and board is not None and 0 < local.nbytes <= ROOM:
-        axis.watch.host(posting := board.post(local.numpy().tobytes()), what, axis.ranks)
-        values = b"".join(value[: local.nbytes] for value in posting.values)
-        return torch.frombuffer(bytearray(values), dtype=local.dtype).view(axis.size, -1)
+    if axis.watch is not None and board is not None:
+        fits = 0 < local.nbytes <= ROOM
+        size = SIZE.pack(local.nbytes)  # also of what gloo gathers: a rank that failed alone is at another exchange
+        axis.watch.host(posting := board.post(size + (local.numpy().tobytes() if fits else b"")), what, axis.ranks)
+        apart = [rank for rank, value in zip(axis.ranks, posting.values, strict=True) if not value.startswith(size)]
+        if apart:
+            raise LostRankError(
+                f"ranks do different things: rank {axis.watch.rank} is at {what}, rank {apart[0]} at another exchange. "
+                f"All ranks must make the same calls, and none may fail on one rank alone: see the output of the others"
+            )
+        if fits:
+            values = b"".join(value[SIZE.size :][: local.nbytes] for value in posting.values)
+            return torch.frombuffer(bytearray(values), dtype=local.dtype).view(axis.size, -1)
     local = local.to(host(axis, device))
     output = local.new_empty(axis.size * len(local))
     # torch 2.13 renames this function and warns about the older name

@@ -129,16 +129,15 @@ class _Branch:
     residuals: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
     computed: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])  # the first and the last timestep
-    rounds: bool = False  # whether timesteps have 16 bits, in which neighbours may be one number
 
     def restart(self) -> None:
         self.computed.clear()
         self.times.clear()
 
-    def continues(self, time: float) -> bool:
-        """Return whether a timestep goes on in the direction of those before."""
+    def continues(self, time: float, rounds: bool) -> bool:
+        """Return whether a timestep goes on in the direction of those before. rounds: see `StepCaching`."""
         first, last = self.times[0], self.times[-1]
-        return (self.rounds or time != last) and (last - first) * (time - last) >= 0
+        return (rounds or time != last) and (last - first) * (time - last) >= 0
 
 
 def step_cache(value: StepCache | str | None) -> StepCache | None:
@@ -191,6 +190,9 @@ class StepCaching:
         self.home: int | None = None  # the half of a cfg axis whose results are those of the call; None: of both
         self._decided: bool | None = None  # whether this call computes; None before it is decided
         self._skips = False
+        # whether timesteps have 16 bits, in which neighbours may be one number; of all branches, because a graph of one
+        # is replayed beside others, of which this rank then sees no call
+        self._rounds = False
         self._run: _Run | None = None
 
     # Between calls ------------------------------------------------------------------------------------------------
@@ -291,8 +293,7 @@ class StepCaching:
         text, time = self.text_of(arguments), arguments[self._of.time]
         bits = _bits(text) if text is not None else branch.seen.new_zeros(1)
         now = torch.as_tensor(time, device=branch.seen.device).double().max().reshape(1).view(torch.int64)
-        for each in self._beside:
-            each.rounds = isinstance(time, Tensor) and time.is_floating_point() and time.itemsize == 2
+        self._rounds = isinstance(time, Tensor) and time.is_floating_point() and time.itemsize == 2
         counts = self.home is None or self.home == self._state.mesh.cfg.rank
         changed = bits.new_zeros(2)
         if counts:
@@ -421,7 +422,8 @@ class StepCaching:
 
     def _follow(self, branch: _Branch, changed_by: int, size: int, other_text: int, time: float) -> bool:
         leads, at = branch.ordinal == 0, len(self.log) - 1
-        if branch.times and (other_text or not branch.continues(time)):  # another run, which nothing has announced
+        ended = branch.times and (other_text or not branch.continues(time, self._rounds))
+        if ended:  # another run, which nothing has announced
             branch.restart()
             if leads:
                 self.forget()

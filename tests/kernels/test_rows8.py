@@ -127,6 +127,7 @@ def test_kernels_leave_room_for_a_product_of_fast_sums() -> None:
     x, zero = random((1, 3, 24), 0, DEVICE, torch.float32), torch.zeros(1, 24, device=DEVICE)
     normed = adaln.launch(x, None, zero, zero, Norm(), rounding=Rounding(None))[1]
     for rows in (rows8.launch(x, Rounding(None)), normed):
+        assert rows8.launch(x[:, :0], Rounding(None)).scales.shape == (1, 0, 1)  # fewer tokens than ranks
         for made in (rows.values[0], rows.scales[0]):
             more = rows8.at_least(rows8.FEWEST, made)
             assert len(more) == rows8.FEWEST

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -18,8 +19,11 @@ from seqpar.cli.exits import Kind, kind_of
 from seqpar.loading import pipeline
 from seqpar.loading.folder import PipelineParts
 from seqpar.loop import distributed
+from seqpar.mesh import inputs
+from seqpar.mesh.boundary import StepBoundary
 from seqpar.mesh.errors import SMALL
 from seqpar.mesh.mesh import Mesh, fill, pick_device
+from seqpar.mesh.watch import LostRankError
 from seqpar.serve.messages import ImageRequest, ServedModel
 from seqpar.serve.ranks import checked
 from seqpar.serve.ranks.preview import PreviewMap, Previews
@@ -125,6 +129,22 @@ def test_objects_of_any_size_are_exchanged(ranks: Pool) -> None:
     assert ranks.run(2, objects) == [wanted] * 2
 
 
+def failing_alone(rank: int, world: int, device: torch.device, elsewhere: bool) -> tuple[str, list[str]]:
+    """Return the error of a rank that shares its failure while the other one passes a boundary, and a value after."""
+    mesh = Mesh.from_env(device=device)
+    others = partial(mesh.collect, "failed", str) if elsewhere else partial(inputs.agree, mesh, {})
+    with pytest.raises(LostRankError) as error:
+        (others if rank else StepBoundary(mesh, lambda: None))()
+    return str(error.value), mesh.collect(str(rank), str)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_rank_at_another_exchange_than_the_others_is_told_at_once(ranks: Pool, elsewhere: bool) -> None:
+    told = ranks.run(2, failing_alone, elsewhere)
+    assert told[0][0].startswith("ranks do different things: rank 0 is at the step boundary, rank 1 at another")
+    assert [after for _, after in told] == [["0", "1"]] * 2
+
+
 def from_rank_0(rank: int, world: int, device: torch.device, fails: bool) -> list[str]:
     mesh, ran = Mesh.from_env(device=device), []
 
@@ -163,7 +183,8 @@ def test_a_mesh_takes_the_name_of_a_device() -> None:
 def a_name(rank: int, mesh: Mesh) -> object:
     """Find a model of a server whose name only rank 1 does not find, as where the hub answers rank 0 alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checked, "find", fails if rank == 1 else lambda name: None)
+        found = SimpleNamespace(having=lambda controls: None)
+        patch.setattr(checked, "find", fails if rank == 1 else lambda name: found)
         return checked.CheckedModel.of("x", torch.float32, mesh, {})
 
 

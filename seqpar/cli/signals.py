@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -21,6 +22,7 @@ from typing import Any, Literal, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPORTS = "SEQPAR_REPORTS"  # environment of a rank: a pipe to the process that started it, and prints for it
+AGAIN_S = 0.01
 AGENT = "TORCHELASTIC_RUN_ID"  # environment of a rank that torchrun's agent has started
 Leave = Callable[[int], NoReturn]
 
@@ -36,7 +38,8 @@ class Stopped(KeyboardInterrupt):
 class Handler:
     """A handler of this module. action: "leave" exits in the handler, "raise" raises `Stopped`, "note" does nothing.
 
-    number: the last signal, None before. Only the first one raises: a second would interrupt the removal of files.
+    number: the last signal, None before. Only the first one raises: a second would interrupt the removal of files. Where
+    an exception would be lost, the signal comes again a little later.
     """
 
     def __init__(self, action: Literal["leave", "raise", "note"], leave: Leave) -> None:
@@ -46,9 +49,24 @@ class Handler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.action == "leave":
             self._leave(number)
-        first, self.number = self.number is None, number
-        if self.action == "raise" and first:
+        raises = self.action == "raise" and self.number is None
+        if raises and _swallows(frame):
+            again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        self.number = number
+        if raises:
             raise Stopped(number)
+
+
+def _swallows(frame: FrameType | None) -> bool:
+    """Return whether Python prints an exception that is raised here and goes on, as in callbacks of weak references."""
+    while frame is not None:
+        if frame.f_code.co_filename == weakref.__file__ or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def leaves() -> Leave:

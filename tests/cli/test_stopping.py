@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from seqpar.cli import entry
 from seqpar.cli.args import Args
 from seqpar.cli.exits import stoppable
 from seqpar.cli.main import main, sample
-from seqpar.cli.signals import SIGNALS
+from seqpar.cli.signals import SIGNALS, Stopped, ends_when_stopped
 from seqpar.cli.summary import Progress
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import pictures
@@ -148,6 +149,29 @@ def handler(wanted: Any) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Dies:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+class HeldWeakly:
+    def __init__(self) -> None:
+        weakref.finalize(self, signal.raise_signal, signal.SIGINT)
+
+
+def test_a_signal_is_not_lost_where_exceptions_are() -> None:
+    """Of a weak reference's callback and of `__del__` Python prints an exception, and goes on."""
+
+    def dies(kind: type[Dies | HeldWeakly]) -> None:
+        with handler(signal.default_int_handler), ends_when_stopped(os._exit, LIMIT_S):
+            kind()
+            time.sleep(LIMIT_S)
+
+    for kind in (Dies, HeldWeakly):
+        with pytest.raises(Stopped):
+            dies(kind)
 
 
 def interrupted(rank: int, world: int, device: torch.device, reached: int) -> tuple[int, bool, bool]:

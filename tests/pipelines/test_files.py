@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seqpar import Guidance
-from seqpar.loading import names
+from seqpar.loading import names, schedulers
 from seqpar.loading.folder import load_vae, open_vae
 from seqpar.loop.loop import draw_noise
 from seqpar.loop.steppers import decide
@@ -194,6 +194,7 @@ def test_a_scheduler_that_cannot_do_it_is_refused(monkeypatch: pytest.MonkeyPatc
             raise ImportError("\nNeedsScheduler requires the torchsde library\n")
 
     monkeypatch.setattr(diffusers, "NeedsScheduler", NeedsScheduler, raising=False)
+    monkeypatch.setattr(schedulers, "known", lambda: ("NeedsScheduler",))
     with pytest.raises(ValueError, match="'NeedsScheduler', which cannot be built: NeedsScheduler requires the torch"):
         files.scheduler("NeedsScheduler")
 

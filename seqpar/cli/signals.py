@@ -38,8 +38,8 @@ class Stopped(KeyboardInterrupt):
 class Handler:
     """A handler of this module. action: "leave" exits in the handler, "raise" raises `Stopped`, "note" does nothing.
 
-    number: the last signal, None before. Only the first one raises: a second would interrupt the removal of files. Where
-    an exception would be lost, the signal comes again a little later.
+    number: the last signal, None before. Only the first one raises: a second would interrupt the removal of files.
+    Where an exception would be lost, the signal comes again a little later.
     """
 
     def __init__(self, action: Literal["leave", "raise", "note"], leave: Leave) -> None:

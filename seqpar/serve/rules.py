@@ -49,6 +49,14 @@ def _latents(model: ServedModel, request: ImageRequest) -> Refusal | None:
         return Refusal("model", f"model {model.name} has no latents in requests; use images", "wrong_model")
     if _decodes(request) and (returned or (given is None and sent[0].height)):
         return Refusal("steps", "steps 0 decodes latents to an image; send latents, or more steps")
+    if given is not None:
+        height, width = (count * (model.latent_pixels or 1) for count in given.shape[-2:])
+        if max(height, width) > MOST_SIDE or (model.limit is not None and height * width >= model.limit):
+            return Refusal(
+                "image", f"latents of {width}x{height} pixels are too many for model {model.name}; send fewer"
+            )
+        if given.shape[2:-2] not in ((), (1,)):
+            return Refusal("image", f"got latents of {given.shape[2]} frames, expected those of one image")
     if given is None or _decodes(request):
         return None
     if request.size is not None:

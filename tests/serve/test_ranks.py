@@ -212,6 +212,8 @@ def test_latents_leave_and_return_without_loss(driver: Driver, tmp_path: Path) -
     near, far = (image(driver.ask(starting(latents, seed=9, steps=10, strength=much))) for much in (0.2, 1.0))
     assert np.abs(near.astype(float) - want).mean() < np.abs(far.astype(float) - want).mean() / 2
     failed(driver.ask(starting(latents[:, :3], steps=0)), "mistake")
+    failed(driver.ask(starting(latents[:, :, None], steps=0)), "mistake", "a dimension of frames")
+    assert isinstance(driver.ask(starting(latents[..., :1, :1].contiguous(), steps=0)), ImageResult)
     failed(driver.ask(starting(latents * math.nan, steps=0)), "mistake")
     assert np.array_equal(want, image(driver.ask(order)))
 

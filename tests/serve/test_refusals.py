@@ -174,6 +174,11 @@ def mask_of(rows: int) -> bytes:
     return file_of((np.full((rows, 10, 4), 255) * (np.arange(rows)[:, None, None] > 0)).astype(np.uint8))
 
 
+def latents(*shape: int) -> tuple[str, bytes]:
+    return "image", save({"latents": np.zeros(shape, np.float32)})
+
+
+DECODED = {"prompt": "x", "steps": "0"}
 PNG, MASK = ("image", file_of()), mask_of(6)
 REFERENCE = ("input_reference", file_of())
 POSE = {"prompt": "x", "model": "editor", "controlnet": "pose"}
@@ -198,6 +203,9 @@ FORMS: list[tuple[str, dict[str, Any], list[tuple[str, bytes]], str]] = [
         "image 1 has tensors [('image', 'U8', 10, 3)], exp",
     ),
     (EDITS, {"prompt": "x"}, [("image", save({"image": PIXELS})[:-9])], "image 1 is no safetensors file"),
+    (EDITS, DECODED, [latents(1, 4, 1, 1025)], "latents of 8200x8 pixels are too many for model toy; send fewer"),
+    (EDITS, DECODED, [latents(1, 4, 2, 3, 3)], "got latents of 2 frames, expected those of one image"),
+    (EDITS, {"prompt": "x", "num_inference_steps": "0"}, [PNG], "steps 0 decodes latents to an image"),
     (EDITS, {"prompt": "x"}, [("image", bomb())], "got image 1 of 10000x10000 pixels (height x width), expected at"),
     (EDITS, {"prompt": "x"}, [("images", file_of())], "unknown files 'images'; send files as image or image[]"),
     (EDITS, {"prompt": "x"}, [PNG] * 18, "the request cannot be read"),

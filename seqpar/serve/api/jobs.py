@@ -91,6 +91,7 @@ class JobSpec:
         negative = it.true_guidance is not None and it.true_guidance > 1, it.negative_prompt is not None
         guided = it.guidance is not None and it.guidance <= 1, *negative
         images = it.controlnet, *((image.height, image.width) for image in it.inputs)
+        images = *images, it.latents and it.latents.shape, it.returns
         return it.model, it.size, it.frames, images, it.strength, guided, it.scheduler, it.preset
 
     def having(self, inputs: InputFiles) -> JobSpec:
@@ -162,6 +163,8 @@ class Speeds:
 
     def measured(self, spec: JobSpec, steps: int, parts_s: Mapping[str, float]) -> None:
         """Record the parts of a successful request; "steps" is the part of all steps."""
+        if not steps:  # latents that are only decoded say nothing of a run
+            return
         stepping = parts_s.get("steps", 0.0)
         rest = sum(parts_s.values()) - stepping
         for form in (spec.form, spec.request.model):

@@ -318,7 +318,10 @@ class Edit(Generation):
     strength: Annotated[
         float | None, Field(ge=LEAST_STRENGTH, le=1, description="Image-to-image strength; 1 ignores the image.")
     ] = None
-    steps: Annotated[int | None, Field(ge=0, le=1000, description="0: latents are only decoded.")] = None
+    steps: Annotated[
+        int | None,
+        named("steps", "num_inference_steps", ge=0, le=MOST_STEPS, description="0: latents are only decoded."),
+    ] = None
     input_fidelity: Ignored = None
 
     def spec(self, model: ServedModel, deadline_s: float, inputs: InputFiles, **fields: Any) -> JobSpec:

@@ -44,10 +44,17 @@ def read(request: ImageRequest, mesh: Mesh) -> Tensor | None:
 
 
 def check_shape(latents: Tensor, vae: Any) -> None:
-    """Raise ValueError for latents of another number of channels than the VAE's."""
+    """Raise ValueError for latents of other channels than the VAE's, or of a frame that it does not know."""
     channels = vae.config.get("latent_channels") or vae.config.get("z_dim")
     if latents.shape[1] != channels:
         raise ValueError(f"the latents have {latents.shape[1]} channels, but the model's have {channels}")
+    if latents.dim() > _dims(vae):
+        raise ValueError("the latents have a dimension of frames, which the model's have not; leave it out")
+
+
+def _dims(vae: Any) -> int:
+    """Dimensions of a VAE's latents: 5 with frames, over which it convolves."""
+    return max(weight.dim() for weight in vae.parameters())
 
 
 @contextmanager
@@ -85,6 +92,7 @@ def not_decoded(vae: Any) -> Iterator[list[Tensor]]:
 def decoded(latents: Tensor, pipe: Any, device: torch.device) -> Image.Image:
     """The image of latents, as a pipeline decodes it. Collective."""
     check_shape(latents, pipe.vae)
+    latents = latents.unsqueeze(2) if latents.dim() < _dims(pipe.vae) else latents
     dtype = next(pipe.vae.parameters()).dtype
     with torch.no_grad():
         pixels = pipe.vae.decode(latents.to(device, dtype), return_dict=False)[0]

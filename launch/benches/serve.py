@@ -1,11 +1,14 @@
-"""Many clients of `seqpar serve` at once, with cancels, killed and stopped ranks: nothing may be lost or made twice.
+"""Many clients of `seqpar serve` at once, while keys, models and ranks change: nothing may be lost or made twice.
 
     python launch/bench.py serve --requests 500 --clients 32 --cancels 100 --kills 3 --stops 1 --out lines.jsonl
 
-It starts the server with the built-in models. Clients ask for pictures of 20 kinds; of one kind all must have the same
-bits, which for `commands` kinds are also compared with those that `seqpar sample` writes. Meanwhile jobs are cancelled
-by DELETE, and clients hang up, at random steps, and ranks get SIGKILL or SIGSTOP. At the end the clients' ledger is
-compared with the server's, and the front's memory, open files and threads with those in the middle.
+It starts the server with the built-in models and a small random FLUX.1 that edits. Half of the clients have one key,
+the flood; the others have two. They send requests of all `kinds`: plain, with other servers' names, as files, links,
+streams and arrays, edits, and wrong ones. All images of the same `PICTURES` must have the same bits, which for
+`commands` of them are those that `seqpar sample` writes. Meanwhile jobs are cancelled by DELETE, clients hang up, ranks
+get SIGKILL or SIGSTOP, models are unloaded (the next request loads them again), and the file of keys gets a new key,
+whose request may wait for one job of each other key only. At the end the clients' ledger is compared with the server's
+jobs, metrics and log, and the front's memory, open files and threads with those in the middle.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -31,104 +35,237 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.numpy import load, save
 
 from launch.benches import served
-from launch.benches.served import LIMIT_S, a_rank, counted, get, server, text_of, until_ready
+from launch.benches.loading import write
+from launch.benches.served import LIMIT_S, a_rank, server, until_ready
 from launch.benches.timing import append, command, environment
+from seqpar.pipelines.pictures import grid
 
 ROOM = 1.25  # memory, files and threads of the front at the end, in times of the middle
-KINDS = 20  # of pictures
-THINGS = ("frog", "cat", "rocket", "apple", "house", "fish")
-COLOURS = ("red", "green", "blue")
-CLASSES = ("cat", "dog", "frog", "7")
+GENERATIONS, EDITS, ADMIN = "/v1/images/generations", "/v1/images/edits", "/admin/models"
+UNCOUNTED = ("/ready", "/metrics")  # by the ledger
+TEXT, CLASS, EDITOR = "builtin-text", "builtin", "editor"
+KEYS = {"flood": "places=8", "ada": "weight=2 admin=true", "bob": "rate=100000 priority=normal"}
+PICTURES: tuple[dict[str, Any], ...] = (
+    {"model": TEXT, "prompt": "a red frog", "size": "64x64", "steps": 3, "seed": 0},
+    {"model": TEXT, "prompt": "a red frog", "size": "64x64", "steps": 3, "seed": 1},
+    {"model": TEXT, "prompt": "a green cat", "size": "48x64", "steps": 4, "seed": 2, "guidance": 5.0},
+    {"model": TEXT, "prompt": "a blue rocket", "size": "64x32", "steps": 6, "seed": 3},
+    {"model": CLASS, "prompt": "cat", "steps": 4, "seed": 4, "guidance": 2.0},
+    {"model": CLASS, "prompt": "frog", "steps": 6, "seed": 5, "guidance": 4.0},
+    {"model": EDITOR, "prompt": "a red house", "size": "64x64", "steps": 3, "seed": 6, "strength": 0.7},
+    {"model": EDITOR, "prompt": "a fish", "size": "64x64", "steps": 5, "seed": 7, "strength": 0.5},
+)
+START = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)  # of edits
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Fields of a request. pictures: places in PICTURES of what it makes, or status and param of its refusal.
+
+    image: the file that an edit starts from. key: "" for none, None for the client's.
+    """
+
+    fields: Mapping[str, Any]
+    pictures: tuple[int, ...] = ()
+    status: int = 200
+    param: str | None = None
+    image: bytes | None = None
+    key: str | None = None
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asked and got. bits: of the picture. code: the answer's error, or "left" for who hung up."""
+    """What a client asked and got. bits: of the pictures. code: the answer's error, or "left" for who hung up."""
 
     kind: int
     id: str | None
     status: int
     code: str | None
-    bits: str | None
+    bits: tuple[str, ...]
     seconds: float
+    param: str | None = None
 
 
 @dataclass
 class Ledger:
-    """What all clients asked. used: numbers of the front's process in the middle and at the end."""
+    """What all clients asked. answers: id -> status of each HTTP answer. used: numbers of the front's process.
+
+    left: requests whose client hung up. guests: ids of the requests of new keys.
+    """
 
     asked: list[Asked] = field(default_factory=list)
+    answers: dict[str, int] = field(default_factory=dict)
+    left: int = 0
+    guests: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
     used: list[dict[str, int]] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
 
 
-def kinds(count: int = KINDS) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
-    for index in range(count - count // 3):
-        size = ("64x64", "48x64", "64x32")[index % 3]
-        words = f"a {COLOURS[index % len(COLOURS)]} {THINGS[index % len(THINGS)]}"
-        made.append({"model": "builtin-text", "prompt": words, "size": size, "steps": 3 + index % 4, "seed": index})
-    for index in range(count // 3):
-        name = CLASSES[index % len(CLASSES)]
-        made.append({"model": "builtin", "prompt": name, "steps": 4 + index, "seed": index, "guidance": 2.0 + index})
-    return made
+def kinds() -> list[Kind]:
+    def of(place: int, *without: str, **fields: Any) -> Kind:
+        return Kind({k: v for k, v in PICTURES[place].items() if k not in without} | fields, (place,))
+
+    def edit(place: int, image: bytes, **fields: Any) -> Kind:
+        return Kind({**PICTURES[place], **fields}, (place,), image=image)
+
+    png, raw = _png(START), save({"image": START})
+    return [
+        *map(of, range(6)),
+        of(0, "steps", "size", num_inference_steps=3, width=64, height=64),
+        of(2, "steps", "guidance", num_inference_steps=4, guidance_scale=5.0),
+        of(4, "steps", "guidance", num_inference_steps=4, guidance_scale=2.0),
+        of(1, "model"),
+        of(1, user="someone", quality="high"),
+        of(2, output_format="safetensors"),
+        of(5, output_format="safetensors"),
+        of(2, response_format="file"),
+        of(0, response_format="url"),
+        of(3, stream=True, partial_images=2, stream_steps=True),
+        Kind({**PICTURES[0], "n": 2}, (0, 1)),
+        of(3, priority="low", deadline_s=500),
+        edit(6, png),
+        edit(6, raw, output_format="safetensors"),
+        edit(7, png, response_format="url"),
+        Kind({**PICTURES[0], "size": "65x64"}, (), 400, "size"),
+        Kind({**PICTURES[0], "lora": "none"}, (), 400, "lora"),
+        Kind({**PICTURES[0], "scheduler": "None"}, (), 400, "scheduler"),
+        Kind({**PICTURES[4], "prompt": "unicorn"}, (), 400, "prompt"),
+        Kind({**PICTURES[0], "model": "none"}, (), 404, "model"),
+        Kind({**PICTURES[0], "steps": 0}, (), 400, "steps"),
+        Kind(PICTURES[6], (), 400, "image", png[:-30]),
+        Kind(PICTURES[0], (), 401, key=""),
+    ]
 
 
-def bits_of(png: bytes) -> str:
-    return hashlib.sha256(np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).tobytes()).hexdigest()[:16]
+def _png(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+def pixels_of(file: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) if file[:4] == b"\x89PNG" else load(file)["image"]
+
+
+def bits_of(pixels: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()[:16]
 
 
 def verdicts(
-    ledger: Ledger, jobs: Sequence[dict[str, Any]], requests: int, signals: int, commands: int, ranks: int
+    ledger: Ledger, jobs: Sequence[dict[str, Any]], metrics: str, log: Sequence[dict[str, Any]], args: Serve
 ) -> Iterator[tuple[str, bool]]:
-    """Yield what was found, and whether it is right. jobs: the server's. The others are the flags."""
-    yield from _answers(ledger.asked, jobs, requests)
-    yield from _pictures(ledger.asked, commands, ranks)
-    yield f"signals to ranks: {ledger.killed}", len(ledger.killed) == signals
-    before, after = ledger.used[0], ledger.used[-1]
+    """Yield what was found, and whether it is right. jobs, metrics, log: the server's."""
+    yield from _answers(ledger, jobs, args.requests + args.reloads)
+    yield from _counted(ledger, jobs, metrics, log)
+    yield from _guests(ledger.guests, log, args.reloads)
+    yield f"signals to ranks: {ledger.killed}", len(ledger.killed) == args.kills + args.stops
+    swaps = [event for event in log if event["event"] == "models changed"]
+    text = f"models unloaded {len(ledger.changes)} times, {len(swaps)} changes of models in all"
+    yield text, len(ledger.changes) == args.swaps <= len(swaps)
+    before, after = ledger.used[len(ledger.used) // 2], ledger.used[-1]
     grown = {name: (before[name], after[name]) for name in after if after[name] > ROOM * before[name] + 16}
     yield f"the front's memory (MiB), files and threads: {before}, at the end {after}", not grown
 
 
-def _answers(asked: Sequence[Asked], jobs: Sequence[dict[str, Any]], requests: int) -> Iterator[tuple[str, bool]]:
+def _answers(ledger: Ledger, jobs: Sequence[dict[str, Any]], requests: int) -> Iterator[tuple[str, bool]]:
+    asked, every = ledger.asked, kinds()
     yield f"{len(asked)} of {requests} requests have an answer", len(asked) == requests
-    strange = Counter(each.code for each in asked if each.code not in (None, "left", "cancelled"))
+    wrong = [each for each in asked if every[each.kind].status != 200]
+    other = [each for each in wrong if (each.status, each.param) != (every[each.kind].status, every[each.kind].param)]
+    yield f"{len(wrong)} wrong requests were refused, {len(other)} not as they should {other[:3]}", not other
+    strange = Counter(each.code for each in asked if each not in wrong and each.code not in (None, "left", "cancelled"))
     yield f"answers that are neither pictures nor given up: {dict(strange) or 'none'}", not strange
-    by_id = {job["id"]: job for job in jobs}
-    mine = {each.id: "completed" if each.bits else "cancelled" for each in asked if each.id is not None}
-    other = {
-        id: by_id.get(id, {}).get("state") for id, state in mine.items() if by_id.get(id, {}).get("state") != state
-    }
-    yield f"{len(mine)} jobs are known to clients and server alike, and {len(other)} differ", not other
+    by_id = {job["id"]: job["state"] for job in jobs}
+    mine = {each.id: "completed" if each.bits else "cancelled" for each in asked if each.id and each not in wrong}
+    differ = [id for id, state in mine.items() if by_id.get(id) != state]
+    yield f"{len(mine)} jobs are known to clients and server alike, and {len(differ)} differ", not differ
     rest = [job for job in jobs if job["id"] not in mine]
-    hung = sum(each.code == "left" for each in asked)
-    right = len(rest) == hung and all(job["state"] in ("cancelled", "completed") for job in rest)
-    yield f"{hung} clients hung up, and {len(rest)} jobs have no client", right
-    twice = len(jobs) - len(by_id)
-    yield f"{len(jobs)} jobs, {twice} of them twice", twice == 0 and len(jobs) == requests
+    right = len(rest) == ledger.left and all(job["state"] in ("cancelled", "completed") for job in rest)
+    yield f"{ledger.left} clients hung up, and {len(rest)} jobs have no client", right
+    yield f"{len(jobs)} jobs, {len(jobs) - len(by_id)} of them twice", len(by_id) == len(jobs)
 
 
-def _pictures(asked: Sequence[Asked], commands: int, ranks: int) -> Iterator[tuple[str, bool]]:
-    bits = {kind: {each.bits for each in asked if each.kind == kind and each.bits} for kind in range(KINDS)}
-    made = sum(each.bits is not None for each in asked)
-    single = all(len(each) <= 1 for each in bits.values())
-    yield f"{made} pictures of {sum(map(bool, bits.values()))} kinds, each with one set of bits", single
-    for kind, body in list(enumerate(kinds()))[:commands]:
-        if bits[kind]:
-            yield f"kind {kind} has the bits of seqpar sample", bits[kind] == {_of_command(body, ranks)}
+def _counted(
+    ledger: Ledger, jobs: Sequence[dict[str, Any]], metrics: str, log: Sequence[dict[str, Any]]
+) -> Iterator[tuple[str, bool]]:
+    """Compare the ledger with the counters and the log, which has answers 503 once a minute only."""
+    answered = {e["request"]: e["status"] for e in log if e["event"] == "answered" and e["path"] not in UNCOUNTED}
+    differ = [id for id, status in ledger.answers.items() if status not in (answered.get(id), 503)]
+    text = f"{len(ledger.answers)} answers are in the log by their id, and {len(differ)} are not or differ"
+    yield text, not differ
+    alone = len(answered.keys() - ledger.answers.keys())
+    yield f"{alone} lines of the log are of clients that hung up", alone == ledger.left
+    counts = Counter(str(s) for s in [*answered.values(), *ledger.answers.values()] if s != 503)
+    counts -= Counter(str(s) for id, s in ledger.answers.items() if id in answered and s != 503)
+    counts += Counter("503" for s in ledger.answers.values() if s == 503)
+    told = _samples(metrics, "seqpar_responses_total", "status", UNCOUNTED)
+    yield f"the metrics count the same answers: {dict(sorted(told.items()))}", told == counts
+    ends = Counter(e["code"] or e["state"] for e in log if e["event"] == "ended")
+    states, told = Counter(job["state"] for job in jobs), _samples(metrics, "seqpar_jobs_total", "end")
+    yield f"jobs by their end in log, metrics and /v1/jobs: {dict(ends)}", ends == told == states
 
 
-def _of_command(body: dict[str, Any], ranks: int) -> str:
-    width, height = body["size"].split("x")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "picture.png")
-        words = ["--prompt", body["prompt"], "--seed", body["seed"], "--steps", body["steps"], "--out", file]
+def _samples(metrics: str, name: str, label: str, without: Sequence[str] = ()) -> Counter[str]:
+    counts = Counter[str]()
+    for sample in (each for family in text_string_to_metric_families(metrics) for each in family.samples):
+        if sample.name == name and sample.labels.get("route") not in without:
+            counts[sample.labels[label]] += int(sample.value)
+    return counts
+
+
+def _guests(guests: Sequence[str], log: Sequence[dict[str, Any]], reloads: int) -> Iterator[tuple[str, bool]]:
+    """A request of a new key is sent to the ranks after at most one job of each other key."""
+    keys = {e["request"]: e["key"] for e in log if e["event"] == "accepted"}
+    most = list[int]()
+    for id in guests:
+        came = next(place for place, e in enumerate(log) if e["event"] == "accepted" and e["request"] == id)
+        sent = {e["attempt"].rpartition("/")[0]: e["request"] for e in log[:came] if e["event"] == "sent to ranks"}
+        before = Counter[str]()
+        for event in log[came:]:
+            if event["event"] == "sent to ranks":
+                if event["request"] == id:
+                    break
+                if event["attempt"].rpartition("/")[0] not in sent:  # no second attempt at what had begun
+                    before[keys[event["request"]]] += 1
+        most.append(max(before.values(), default=0))
+    text = f"requests of new keys: jobs of one other key that went before, {most}"
+    yield text, len(most) == reloads and max(most, default=0) <= 1
+
+
+def pictures(asked: Sequence[Asked], folder: Path, args: Serve) -> Iterator[tuple[str, bool]]:
+    """Compare all pictures of the same request, and with the command's. folder: of the model that edits."""
+    bits = {place: set[str]() for place in range(len(PICTURES))}
+    for each in asked:
+        if each.bits:
+            for place, found in zip(kinds()[each.kind].pictures, each.bits, strict=True):
+                bits[place].add(found)
+    made, several = sum(len(each.bits) for each in asked), [place for place, all in bits.items() if len(all) > 1]
+    yield f"{made} pictures of {sum(map(bool, bits.values()))} requests, {len(several)} with several bits", not several
+    places = [place for place in list(bits)[:: max(1, len(bits) // max(1, args.commands))] if bits[place]]
+    with ThreadPoolExecutor(2) as pool:
+        theirs = pool.map(lambda place: _of_command(PICTURES[place], folder, args.ranks), places[: args.commands])
+        for place, found in zip(places, theirs, strict=False):
+            yield f"picture {place} has the bits of seqpar sample", bits[place] == {found}
+
+
+def _of_command(body: Mapping[str, Any], editor: Path, ranks: int) -> str:
+    with tempfile.TemporaryDirectory() as name:
+        file, start = Path(name, "picture.png"), Path(name, "start.png")
+        start.write_bytes(_png(START))
+        words = ["--seed", body["seed"], "--steps", body["steps"], "--out", file]
+        words += ["--prompt", body["prompt"]] if body["model"] != CLASS else ["--classes", body["prompt"]]
+        words += ["--size", "x".join(reversed(body["size"].split("x")))] if "size" in body else []
+        words += ["--guidance", body["guidance"]] if "guidance" in body else []
+        words += ["--image", start, "--strength", body["strength"]] if "strength" in body else []
         count = ["--gpus" if torch.cuda.is_available() else "--ranks", ranks]
-        every = ["sample", "--model", body["model"], "--size", f"{height}x{width}", *words, *count]
-        done = served.ended(every)
-        return bits_of(file.read_bytes()) if done.returncode == 0 else done.stderr[-300:]
+        model = editor if body["model"] == EDITOR else body["model"]
+        done = served.ended(["sample", "--model", model, *words, *count])
+        return bits_of(pixels_of(file.read_bytes())) if done.returncode == 0 else done.stderr[-300:]
 
 
 def used(process: int) -> dict[str, int]:
@@ -140,22 +277,26 @@ def used(process: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Serve:
-    """Ask a server for many pictures while jobs are cancelled and ranks end; fail if one is lost, doubled or wrong."""
+    """Ask a server for many pictures while keys, models and ranks change; fail if one is lost, doubled or wrong."""
 
     ranks: int = 2
     """Number of ranks, on GPUs where the machine has them."""
     requests: int = 500
     """Requests of all clients together."""
     clients: int = 32
-    """Clients that ask at the same time, each for one picture after the other."""
+    """Clients that ask at the same time, each for one picture after the other; half of them by one key."""
     cancels: int = 100
     """Requests that are cancelled, half of them by DELETE and half by hanging up."""
     kills: int = 3
     """How often a rank gets SIGKILL."""
     stops: int = 1
     """How often a rank gets SIGSTOP, which is noticed after the deadline of an exchange."""
-    commands: int = 3
-    """Kinds of pictures that are compared with those of `seqpar sample`."""
+    swaps: int = 6
+    """How often a model is unloaded, which a later request loads again."""
+    reloads: int = 8
+    """How often the file of keys gets a new key, which sends one request; by turns with SIGHUP and without."""
+    commands: int = len(PICTURES)
+    """Pictures that are compared with those of `seqpar sample`."""
     seed: int = 0
     """Seed of what is drawn: kinds, times of cancels and of kills."""
     out: Path | None = None
@@ -163,21 +304,34 @@ class Serve:
 
 
 def main(args: Serve) -> None:
-    ledger, begun = Ledger(), time.monotonic()
-    with server(("builtin", "builtin-text"), args.ranks, ("--queue", "256")) as (process, port, log):
-        until_ready(port)
-        _run(args, ledger, process.pid, port)
-        jobs = get(port, "/v1/jobs")["data"]
-        metrics = text_of(port, "/metrics")
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(LIMIT_S)
-    said = [
-        *verdicts(ledger, jobs, args.requests, args.kills + args.stops, args.commands, args.ranks),
-        ("the server ended with exit code 0", code == 0),
-    ]
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="seqpar-bench-") as name:
+        folder, keys = Path(name, "flux"), Path(name, "keys")
+        write("flux.1-dev", folder)
+        _write_keys(keys, KEYS)
+        models, words = (CLASS, TEXT, str(folder)), ("--queue", "256", "--swap", "--keys", str(keys))
+        with server(models, args.ranks, (*words, "--name", f"{EDITOR}={folder}")) as (process, port, log):
+            until_ready(port)
+            clients = Clients(args, process.pid, port, keys)
+            clients.run()
+            ledger, ready_s = clients.ledger, time.monotonic() - begun
+            jobs = [job for key in clients.keys for job in clients.get("/v1/jobs", key)["data"]]
+            _, about, metrics = clients.send("GET", "/metrics", "ada")
+            del ledger.answers[about["x-request-id"]]  # which is not among its own counts
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(LIMIT_S)
+        events = [json.loads(line) for line in log if line.startswith("{")]
+        said = [
+            *verdicts(ledger, jobs, metrics.decode(), events, args),
+            *pictures(ledger.asked, folder, args),
+            ("the server ended with exit code 0", code == 0),
+        ]
     ends = Counter(each.code or "picture" for each in ledger.asked)
     line = {"bench": "serve", "case": {**asdict(args), "out": None}, "ends": dict(ends), "used": ledger.used}
-    line |= {"killed": ledger.killed, "seconds": time.monotonic() - begun, "restarts": counted(metrics, "restarts")}
+    restarts = next(
+        f.samples[0].value for f in text_string_to_metric_families(metrics.decode()) if f.name == "seqpar_restarts"
+    )
+    line |= {"killed": ledger.killed, "seconds": ready_s, "restarts": restarts, "kinds": len(kinds())}
     line |= {"verdicts": [{"text": text, "right": right} for text, right in said], "log_lines": len(log)}
     append([line | {"command": command(), "env": environment(torch.device("cpu"))}], args.out)
     for text, right in said:
@@ -187,74 +341,197 @@ def main(args: Serve) -> None:
         raise SystemExit(1)
 
 
+def _write_keys(file: Path, keys: Mapping[str, str]) -> None:
+    new = file.with_suffix(".new")
+    new.touch(0o600)
+    new.write_text("".join(f"{name}: key-of-{name} {words}\n" for name, words in keys.items()))
+    new.replace(file)
+
+
 # Clients ----------------------------------------------------------------------------------------------------------
 
 
-def _run(args: Serve, ledger: Ledger, front: int, port: int) -> None:
-    """Let all clients ask, and trouble them, until every request has an answer."""
-    drawn, every = random.Random(args.seed), kinds()
-    left = set(drawn.sample(range(args.requests), args.cancels // 2))
-    todo = [(index, drawn.randrange(len(every)), index in left) for index in range(args.requests)]
-    lock, done = threading.Lock(), threading.Event()
+class Clients:
+    """All clients of a server, and those who trouble them. front: its process. file: of its keys."""
 
-    def client() -> None:
+    def __init__(self, args: Serve, front: int, port: int, file: Path) -> None:
+        self.args, self.front, self.port, self.file = args, front, port, file
+        self.ledger, self.keys, self.lock, self.done = Ledger(), dict(KEYS), threading.Lock(), threading.Event()
+        self.others = list[threading.Thread]()
+
+    def run(self) -> None:
+        """Let all clients ask, and trouble them, until every request has an answer."""
+        args, every, drawn = self.args, kinds(), random.Random(self.args.seed)
+        good = [kind for kind, each in enumerate(every) if each.status == 200 and each.image is None]
+        left = set(drawn.sample(range(args.requests), args.cancels // 2))
+        todo = [
+            (drawn.choice(good), drawn.uniform(0.05, 2.0)) if index in left else (drawn.randrange(len(every)), None)
+            for index in range(args.requests)
+        ]
+
+        def client(key: str) -> None:
+            while True:
+                with self.lock:
+                    if not todo:
+                        return
+                    kind, leaves_s = todo.pop(0)
+                self.ask(key, kind, leaves_s)
+
+        names = [("flood", "ada", "flood", "bob")[index % 4] for index in range(args.clients)]
+        clients = [threading.Thread(target=client, args=(name,), daemon=True) for name in names]
+        trouble = threading.Thread(target=self._trouble, daemon=True)
+        for thread in (*clients, trouble):
+            thread.start()
+        for thread in clients:
+            thread.join(LIMIT_S)
+        self.done.set()
+        for thread in (trouble, *self.others):
+            thread.join(LIMIT_S)
+        self.ledger.used.append(used(self.front))
+
+    def send(
+        self, method: str, path: str, key: str, body: bytes = b"", kind: str = "", leaves_s: float | None = None
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Send a request, and record its answer. OSError or HTTPException if the client leaves before."""
+        line = HTTPConnection("127.0.0.1", self.port, timeout=leaves_s or LIMIT_S)
+        headers = {"content-type": kind} | ({"authorization": f"Bearer key-of-{key}"} if key else {})
+        try:
+            line.request(method, path, body, headers)
+            answer = line.getresponse()
+            content, about = answer.read(), {name.lower(): value for name, value in answer.getheaders()}
+        finally:
+            line.close()
+        with self.lock:
+            self.ledger.answers[about["x-request-id"]] = answer.status
+        return answer.status, about, content
+
+    def get(self, path: str, key: str, method: str = "GET") -> Any:
+        return json.loads(self.send(method, path, key)[2])
+
+    def ask(self, key: str, kind: int, leaves_s: float | None = None) -> None:
+        """Ask for what a kind describes until the answer is another than 429, and write it down."""
+        start, sent = time.monotonic(), kinds()[kind]
+        key = key if sent.key is None else sent.key
+        body, form = (json.dumps(sent.fields).encode(), "application/json") if sent.image is None else _form(sent)
+        path = GENERATIONS if sent.image is None else EDITS
         while True:
-            with lock:
-                if not todo:
-                    return
-                _, kind, leaves = todo.pop(0)
-            asked = _ask(port, kind, every[kind], drawn.uniform(0.05, 2.0) if leaves else None)
-            with lock:
-                ledger.asked.append(asked)
+            try:
+                status, about, content = self.send("POST", path, key, body, form, leaves_s)
+            except (HTTPException, OSError) as error:
+                code = "left" if leaves_s is not None else f"no answer: {type(error).__name__}"
+                found = Asked(kind, None, 0, code, (), time.monotonic() - start)
+                break
+            if status != 429:
+                files, error = self._files(key, status, about, content)
+                bits = tuple(bits_of(self._shown(sent, file)) for file in files)
+                id, seconds = about["x-request-id"], time.monotonic() - start
+                found = Asked(kind, id, status, error.get("code"), bits, seconds, error.get("param"))
+                break
+            time.sleep(float(about["retry-after"]))
+        with self.lock:
+            self.ledger.asked.append(found)
+            self.ledger.left += found.code == "left"
+            if key.startswith("guest") and found.id is not None:
+                self.ledger.guests.append(found.id)
 
-    clients = [threading.Thread(target=client, daemon=True) for _ in range(args.clients)]
-    trouble = threading.Thread(target=_trouble, args=(args, ledger, front, port, done), daemon=True)
-    for thread in (*clients, trouble):
-        thread.start()
-    for thread in clients:
-        thread.join(LIMIT_S)
-    done.set()
-    trouble.join(LIMIT_S)
-    ledger.used.append(used(front))
+    def _files(
+        self, key: str, status: int, about: Mapping[str, str], content: bytes
+    ) -> tuple[list[bytes], dict[str, Any]]:
+        """The files of an answer, or its error."""
+        form = about["content-type"].partition(";")[0]
+        if form == "text/event-stream":
+            events = [json.loads(line[6:]) for line in content.splitlines() if line.startswith(b"data: ")]
+            if "error" in events[-1]:
+                return [], events[-1]["error"]
+            return [base64.b64decode(e["b64_json"]) for e in events if e["type"] == "image_generation.completed"], {}
+        if form != "application/json":
+            return [content], {}
+        told = json.loads(content)
+        if status != 200:
+            return [], told["error"]
+        return [
+            self.send("GET", each["url"].split("/", 3)[3].join(("/", "")), key)[2]
+            if each.get("url")
+            else base64.b64decode(each["b64_json"])
+            for each in told["data"]
+        ], {}
+
+    def _shown(self, sent: Kind, file: bytes) -> np.ndarray:
+        """The pixels of a file; of a model of classes on a sheet with its label, as the command writes it."""
+        pixels, body = pixels_of(file), PICTURES[sent.pictures[0]]
+        if body["model"] == CLASS:
+            return np.asarray(grid([Image.fromarray(pixels)], [body["prompt"]]))
+        return pixels
+
+    # trouble ------------------------------------------------------------------------------------------------------
+
+    def _trouble(self) -> None:
+        args, drawn = self.args, random.Random(self.args.seed + 1)
+        signals = [signal.SIGKILL] * args.kills + [signal.SIGSTOP] * args.stops
+        cancels = [lambda: self._cancel_one(drawn)] * (args.cancels - args.cancels // 2)
+        todo = [
+            *self._spread(signals, lambda number: lambda: self._signal(number, drawn)),
+            *self._spread(range(args.swaps), lambda index: lambda: self._unload((CLASS, TEXT, EDITOR)[index % 3])),
+            *self._spread(range(args.reloads), lambda index: lambda: self._new_key(index)),
+            *self._spread(range(9), lambda index: lambda: self.ledger.used.append(used(self.front))),
+            *((drawn.randrange(args.requests), each) for each in cancels),
+        ]
+        while not self.done.wait(0.05):
+            count = len(self.ledger.asked)
+            for each in [each for each in todo if each[0] <= count]:
+                if each[1]() is not False:  # else the ranks are not there, and it is for later
+                    todo.remove(each)
+
+    def _spread(self, every: Sequence[Any], made: Callable[[Any], Callable[[], Any]]) -> list[tuple[int, Any]]:
+        """Each with the number of answers after which it comes."""
+        return [(round(self.args.requests * (i + 1) / (len(every) + 1)), made(x)) for i, x in enumerate(every)]
+
+    def _signal(self, number: signal.Signals, drawn: random.Random) -> bool:
+        if (rank := a_rank(self.front, drawn)) is None:
+            return False
+        os.kill(rank, number)
+        self.ledger.killed.append(number.name)
+        return True
+
+    def _cancel_one(self, drawn: random.Random) -> None:
+        jobs = [(job, key) for key in KEYS for job in self.get("/v1/jobs", key)["data"]]
+        waiting = [(job["id"], key) for job, key in jobs if job["state"] in ("queued", "running")]
+        if waiting:
+            id, key = waiting[0] if drawn.random() < 0.3 else drawn.choice(waiting)
+            self.get(f"/v1/jobs/{id}", key, "DELETE")
+
+    def _in_thread(self, work: Callable[[], None]) -> None:
+        self.others.append(threading.Thread(target=work, daemon=True))
+        self.others[-1].start()
+
+    def _unload(self, model: str) -> None:
+        def work() -> None:
+            body = json.dumps({"unload": [model]}).encode()
+            while self.send("POST", ADMIN, "ada", body, "application/json")[0] != 200:
+                time.sleep(1)  # it is not loaded, or the ranks restart
+            self.ledger.changes.append(model)
+
+        self._in_thread(work)
+
+    def _new_key(self, index: int) -> None:
+        name = f"guest{index}"
+        self.keys[name] = ""
+        _write_keys(self.file, self.keys)
+        if index % 2:
+            os.kill(self.front, signal.SIGHUP)
+
+        def work() -> None:
+            while self.send("GET", "/v1/models", name)[0] != 200:
+                time.sleep(0.2)
+            self.ask(name, 0)
+
+        self._in_thread(work)
 
 
-def _ask(port: int, kind: int, body: dict[str, Any], leaves_s: float | None) -> Asked:
-    start, line = time.monotonic(), HTTPConnection("127.0.0.1", port, timeout=leaves_s or LIMIT_S)
-    try:
-        line.request("POST", "/v1/images/generations", json.dumps(body), {"content-type": "application/json"})
-        answer = line.getresponse()
-        told, id = json.loads(answer.read()), answer.getheader("x-request-id")
-    except (TimeoutError, HTTPException, OSError) as error:
-        code = "left" if leaves_s is not None else f"no answer: {type(error).__name__}"
-        return Asked(kind, None, 0, code, None, time.monotonic() - start)
-    finally:
-        line.close()
-    seconds = time.monotonic() - start
-    if answer.status != 200:
-        return Asked(kind, id, answer.status, told["error"]["code"], None, seconds)
-    return Asked(kind, id, 200, None, bits_of(base64.b64decode(told["data"][0]["b64_json"])), seconds)
-
-
-def _trouble(args: Serve, ledger: Ledger, front: int, port: int, done: threading.Event) -> None:
-    drawn = random.Random(args.seed + 1)
-    signals = [signal.SIGKILL] * args.kills + [signal.SIGSTOP] * args.stops
-    at = {round(args.requests * (index + 1) / (len(signals) + 1)): each for index, each in enumerate(signals)}
-    cancels = sorted(drawn.sample(range(args.requests), args.cancels - args.cancels // 2))
-    while not done.wait(0.05):
-        count = len(ledger.asked)
-        if count * 2 >= args.requests and not ledger.used:
-            ledger.used.append(used(front))
-        while cancels and cancels[0] <= count:
-            _cancel_one(port, drawn)
-            cancels.pop(0)
-        for place in [place for place in at if place <= count]:
-            if (rank := a_rank(front, drawn)) is not None:
-                number = at.pop(place)
-                os.kill(rank, number)
-                ledger.killed.append(signal.Signals(number).name)
-
-
-def _cancel_one(port: int, drawn: random.Random) -> None:
-    open_jobs = [job["id"] for job in get(port, "/v1/jobs")["data"] if job["state"] in ("queued", "running")]
-    if open_jobs:
-        get(port, f"/v1/jobs/{open_jobs[0] if drawn.random() < 0.7 else drawn.choice(open_jobs)}", "DELETE")
+def _form(sent: Kind) -> tuple[bytes, str]:
+    assert sent.image is not None
+    parts = [
+        f'--x\r\ncontent-disposition: form-data; name="{k}"\r\n\r\n{v}\r\n'.encode() for k, v in sent.fields.items()
+    ]
+    head = b'--x\r\ncontent-disposition: form-data; name="image"; filename="image"\r\n\r\n'
+    return b"".join([*parts, head, sent.image, b"\r\n--x--\r\n"]), "multipart/form-data; boundary=x"

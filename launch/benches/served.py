@@ -133,11 +133,3 @@ def asked(port: int, body: dict[str, Any], kept: HTTPConnection | None = None) -
 
 def get(port: int, path: str, method: str = "GET") -> Any:
     return json.loads(text_of(port, path, method))
-
-
-def counted(metrics: str, name: str) -> float:
-    return sum(
-        float(line.rsplit(" ", 1)[1])
-        for line in metrics.splitlines()
-        if name in line and "_total" in line and not line.startswith("#")
-    )

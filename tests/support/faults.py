@@ -76,8 +76,8 @@ FAULTS = (
     Fault(
         "a step cache goes on where another request begins",
         "seqpar/transformer/step_cache.py",
-        "if branch.times and (other_text or",
-        "if branch.times and (False and other_text or",
+        "ended = branch.times and (other_text or",
+        "ended = branch.times and (False and other_text or",
         "tests/transformer/test_step_cache.py::test_a_run_reuses_nothing_of_another_one[another text]",
         "the residual of another text leaks into a request",
     ),

@@ -29,7 +29,8 @@ ROOM = 48  # bytes of a value after its size
 RECORD = Struct(f"<q{SIZE.size + ROOM}sI")  # the number of the exchange, the value, and the checksum of both
 PLACE = 128  # bytes from one record to the next: no two are in one line of a cache, or in two that are read together
 YIELDS = 2000  # reads in a row, about 1 ms, before a rank pauses between them
-PAUSE_S = 1e-4
+PAUSE_S, LONGEST_S = 1e-4, 2e-3
+LONGER = 1.02  # from one pause to the next: a rank that waits for seconds would take a tenth of a core
 
 
 class Board:
@@ -82,7 +83,7 @@ class Posting:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for all values; RuntimeError at the end of the timeout, or if another rank has exited."""
-        until, reads = time.monotonic() + (timeout or timedelta()).total_seconds(), 0
+        until, reads, pause = time.monotonic() + (timeout or timedelta()).total_seconds(), 0, PAUSE_S
         while not self._all_read():
             reads += 1
             if reads < YIELDS:
@@ -92,7 +93,8 @@ class Posting:
                 raise RuntimeError("connection closed: the process of another rank has exited")
             if time.monotonic() > until:
                 raise RuntimeError("timed out")
-            time.sleep(PAUSE_S)
+            time.sleep(pause)
+            pause = min(LONGER * pause, LONGEST_S)
 
     def _all_read(self) -> bool:
         while len(self.values) < len(self._board.ranks):

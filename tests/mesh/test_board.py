@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
+from seqpar.mesh import board
 from seqpar.mesh.board import PLACE, Board, nbytes_for
 
 
@@ -43,3 +45,13 @@ def test_a_wait_ends_with_the_process_of_another_rank() -> None:
         with pytest.raises(RuntimeError, match="connection closed"):
             posting.wait(timedelta(seconds=9))
         assert posting.is_completed()
+
+
+def test_a_long_wait_takes_little_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (one, _) = two(os.getpid())
+    pauses = list[float]()
+    monkeypatch.setattr(board, "time", SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses)))
+    with pytest.raises(RuntimeError, match="timed out"):
+        one.post(b"").wait(timedelta(seconds=1))
+    assert len(pauses) < 1000
+    assert all(pause <= 1.01e-4 + 0.02 * sum(pauses[:at]) for at, pause in enumerate(pauses))  # none adds more

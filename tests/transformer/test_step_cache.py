@@ -264,7 +264,7 @@ def two_runs(rank: int, world: int, device: torch.device, second: str) -> tuple[
         call.boundary = None
     if second == "the end of a pipeline":
         module._reset_stateful_cache()
-    if second in ("a cancel", "the end of a pipeline"):
+    if second in ("another text", "a cancel", "the end of a pipeline"):
         times = (0.75, 0.7, 0.6, 0.5)  # as if the first run went on
     made = run(steps=4, shift=shift, times=times)
     call.reset()

@@ -58,6 +58,10 @@ class Board:
         count, value, check = RECORD.unpack_from(self._memory, self._at(rank))
         return value if count == self._count and zlib.crc32(value, count & 0xFFFFFFFF) == check else None
 
+    def passed(self) -> bool:
+        """Return whether a rank gave up earlier exchanges, and has written over the record of this one."""
+        return any(RECORD.unpack_from(self._memory, self._at(rank))[0] > self._count for rank in self.ranks)
+
     def exited(self) -> bool:
         """Return whether the process of a rank has exited."""
         return bool(self._exits.poll(0))
@@ -91,6 +95,8 @@ class Posting:
                 continue
             if self._board.exited() and not self._all_read():
                 raise RuntimeError("connection closed: the process of another rank has exited")
+            if self._board.passed():
+                raise RuntimeError("another rank gave up this exchange and a later one")
             if time.monotonic() > until:
                 raise RuntimeError("timed out")
             time.sleep(pause)

@@ -36,6 +36,14 @@ def test_ranks_read_the_values_of_one_exchange() -> None:
         assert mine.values == theirs.values
 
 
+def test_a_wait_ends_where_another_rank_gave_up_and_went_on() -> None:
+    _, (one, other) = two(os.getpid())
+    for _ in range(3):
+        other.post(b"")  # the third one is where the first one was
+    with pytest.raises(RuntimeError, match="gave up"):
+        one.post(b"").wait(timedelta(seconds=9))
+
+
 def test_a_wait_ends_with_the_process_of_another_rank() -> None:
     with subprocess.Popen(["sleep", "9"]) as process:
         _, (one, _) = two(process.pid)

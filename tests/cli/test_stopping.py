@@ -165,7 +165,7 @@ def test_a_signal_is_not_lost_where_exceptions_are() -> None:
     """Of a weak reference's callback and of `__del__` Python prints an exception, and goes on."""
 
     def dies(kind: type[Dies | HeldWeakly]) -> None:
-        with handler(signal.default_int_handler), ends_when_stopped(os._exit, LIMIT_S):
+        with handler(signal.default_int_handler), ends_when_stopped(sys.exit, LIMIT_S):  # its thread ends alone
             kind()
             time.sleep(LIMIT_S)
 

@@ -524,7 +524,7 @@ def interleaved(rank: int, world: int, device: torch.device) -> tuple[list[bool]
     together += [made(one, small), made(one, large)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepCaching, "reset", lambda self: None)
-        patch.setattr(_Branch, "continues", lambda self, time: True)
+        patch.setattr(_Branch, "continues", lambda self, *_: True)
         made(one, other_seed)
         together += [made(one, small)]
     pairs = zip((alone[1], *alone, alone[0]), together, strict=True)

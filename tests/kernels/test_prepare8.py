@@ -50,8 +50,9 @@ def is_near(got: Tensor, want: Tensor) -> bool:
 def test_kernel_is_the_reference(norm: str, rotary: str, case: int) -> None:
     q, k, v, how = inputs(SMALL[case], norm, rotary)
     made = prepare8 if rotary == "some halves" else launch  # which the kernel does not take
-    wide = (x.float() if made is launch else x for x in (q, k, v))  # the kernel rounds once, at the end
-    for got, want in zip(made(q, k, v, how), reference(*wide, how), strict=True):
+    wide = torch.float32 if made is launch else DTYPE  # the kernel rounds once, at the end
+    wanted = reference(q.to(wide), k.to(wide), v.to(wide), how)
+    for got, want in zip(made(q, k, v, how), wanted, strict=True):
         assert want is not None
         assert got.dtype == want.dtype == E4M3
         assert is_near(got, want)

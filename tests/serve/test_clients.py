@@ -65,6 +65,7 @@ def test_settings_of_open_webui(front: Running) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.hand
 @pytest.mark.slow
 def test_recorded_requests_make_images_of_the_built_in_model(tmp_path: Path) -> None:
     """A prompt without a model goes to the model of texts, though another one is first; no path becomes public."""

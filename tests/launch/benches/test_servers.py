@@ -37,6 +37,7 @@ def test_a_server_loses_no_request_while_jobs_are_cancelled_and_ranks_killed(
     assert "FAILED" not in capsys.readouterr().out
 
 
+@pytest.mark.hand
 @pytest.mark.timeout(600)
 def test_what_a_server_costs_is_measured_by_part(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
@@ -55,6 +56,7 @@ def test_what_a_server_costs_is_measured_by_part(tmp_path: Path) -> None:
     assert len(parts["open"]["every"]) == 4
 
 
+@pytest.mark.hand
 @pytest.mark.timeout(600)
 def test_swapped_models_have_the_same_bits_and_leave_nothing(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"

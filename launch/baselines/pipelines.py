@@ -1,4 +1,4 @@
-"""diffusers' FLUX.1-dev and Qwen-Image pipelines of released sizes with random weights, made from configs alone.
+"""diffusers' FLUX.1-dev, Qwen-Image and Wan 2.1 pipelines with random weights, made from configs alone.
 
 The tokenizers are generated: each letter is a token. Nothing is read or downloaded, so speed can be measured on a
 machine without checkpoints; the images mean nothing. `compare` uses this file with other versions of seqpar, so nothing
@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.controlnets.controlnet_flux import FluxControlNetModel
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -75,6 +78,12 @@ SMALL_QWEN: Config = {
     },
     "vision": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 12},
     "vae": {"base_dim": 4, "z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4},
+}
+
+WAN_SIZES: Config = {"t5": {**T5, "vocab_size": 256384}, "vae": {}}
+SMALL_WAN: Config = {
+    "t5": {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 110},
+    "vae": {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
 }
 
 
@@ -146,9 +155,27 @@ def qwen_image(transformer: Any, dtype: torch.dtype, device: torch.device, sizes
     return pipe
 
 
+def wan(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Config = WAN_SIZES) -> Any:
+    import transformers  # here, because other benches run without it
+    from diffusers.pipelines.wan.pipeline_wan import WanPipeline
+
+    torch.manual_seed(0)
+    with torch.device(device):  # positions and other buffers are made, too
+        parts = [
+            transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes["t5"])),
+            AutoencoderKLWan(**sizes["vae"]),
+        ]
+    text_encoder, vae = randomised(parts, dtype)
+    scheduler: Any = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    pipe = WanPipeline(tokenizer(512), text_encoder, vae, scheduler, transformer)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 PIPELINES: dict[str, Any] = {
     "flux.1-dev": (flux, FLUX_SIZES, SMALL_FLUX),
     "qwen-image": (qwen_image, QWEN_SIZES, SMALL_QWEN),
+    "wan2.1-14b": (wan, WAN_SIZES, SMALL_WAN),
 }
 """Released transformer -> function of its pipeline, and the released and small sizes of the other parts."""
 
@@ -177,3 +204,14 @@ def saved_loras(folder: Path, transformer: Path, names: Sequence[str], rank: int
             for side, shape in shapes.items():
                 state[f"transformer.{path}.lora_{side}.weight"] = 0.02 * torch.randn(shape, generator=drawn)
         save_file(state, folder / f"{name}.safetensors")
+
+
+def saved_controlnet(folder: Path, transformer: Path) -> None:
+    """Write a random ControlNet with one block of each kind for a saved transformer of FLUX.1."""
+    theirs: Any = FluxTransformer2DModel.from_pretrained(str(transformer))
+    config = theirs.config
+    net: Any = FluxControlNetModel.from_transformer(
+        theirs, 1, 1, config.attention_head_dim, config.num_attention_heads, load_weights_from_transformer=False
+    )
+    randomise(net, 6)
+    net.save_pretrained(folder)

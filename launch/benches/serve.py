@@ -2,20 +2,19 @@
 
     python launch/bench.py serve --requests 500 --clients 32 --cancels 100 --kills 3 --stops 1 --out lines.jsonl
 
-It starts the server with the built-in models and a small random FLUX.1 that edits. Half of the clients have one key,
-the flood; the others have two. They send requests of all `kinds`: plain, with other servers' names, as files, links,
-streams and arrays, edits, and wrong ones. All images of the same `PICTURES` must have the same bits, which for
-`commands` of them are those that `seqpar sample` writes. Meanwhile jobs are cancelled by DELETE, clients hang up, ranks
-get SIGKILL or SIGSTOP, models are unloaded (the next request loads them again), and the file of keys gets a new key,
-whose request may wait for one job of each other key only. At the end the clients' ledger is compared with the server's
-jobs, metrics and log, and the front's memory, open files and threads with those in the middle.
+It starts the server with the built-in models, and a FLUX.1 that edits and a Wan 2.1, both small and random. Half of the
+clients have one key, the flood; the others have two. They send requests of all `kinds`: plain, with other servers'
+names, as files, links, streams, arrays and latents, edits, masks, ControlNets, LoRAs, videos, and wrong ones. All
+images of the same `PICTURES` must have the same bits; those of `commands` of them are what `seqpar sample` writes.
+Meanwhile jobs are cancelled by DELETE, clients hang up, models are unloaded (the next request loads them again), and
+the file of keys gets a new key, whose request may wait for one job of each other key only. In the first half ranks get
+SIGKILL or SIGSTOP. At the end the clients' ledger is compared with the server's jobs, metrics and log, and memory, open
+files and threads of all processes with those in the middle.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import io
 import json
 import os
 import random
@@ -32,49 +31,31 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.numpy import load, save
 
-from launch.benches import served
-from launch.benches.loading import write
-from launch.benches.served import LIMIT_S, a_rank, server, until_ready
-from launch.benches.timing import append, command, environment
-from seqpar.pipelines.pictures import grid
-
-ROOM = 1.25  # memory, files and threads of the front at the end, in times of the middle
-GENERATIONS, EDITS, ADMIN = "/v1/images/generations", "/v1/images/edits", "/admin/models"
-UNCOUNTED = ("/ready", "/metrics")  # by the ledger
-TEXT, CLASS, EDITOR = "builtin-text", "builtin", "editor"
-KEYS = {"flood": "places=8", "ada": "weight=2 admin=true", "bob": "rate=100000 priority=normal"}
-PICTURES: tuple[dict[str, Any], ...] = (
-    {"model": TEXT, "prompt": "a red frog", "size": "64x64", "steps": 3, "seed": 0},
-    {"model": TEXT, "prompt": "a red frog", "size": "64x64", "steps": 3, "seed": 1},
-    {"model": TEXT, "prompt": "a green cat", "size": "48x64", "steps": 4, "seed": 2, "guidance": 5.0},
-    {"model": TEXT, "prompt": "a blue rocket", "size": "64x32", "steps": 6, "seed": 3},
-    {"model": CLASS, "prompt": "cat", "steps": 4, "seed": 4, "guidance": 2.0},
-    {"model": CLASS, "prompt": "frog", "steps": 6, "seed": 5, "guidance": 4.0},
-    {"model": EDITOR, "prompt": "a red house", "size": "64x64", "steps": 3, "seed": 6, "strength": 0.7},
-    {"model": EDITOR, "prompt": "a fish", "size": "64x64", "steps": 5, "seed": 7, "strength": 0.5},
+from launch.benches.serve_kinds import (
+    CLASS,
+    EDITOR,
+    FILM,
+    GENERATIONS,
+    PICTURES,
+    TEXT,
+    VIDEOS,
+    WITH_COMMAND,
+    Models,
+    kinds,
+    shown_bits,
 )
-START = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)  # of edits
+from launch.benches.served import LIMIT_S, a_rank, processes, server, until_ready, used
+from launch.benches.timing import append, command, environment
 
-
-@dataclass(frozen=True)
-class Kind:
-    """Fields of a request. pictures: places in PICTURES of what it makes, or status and param of its refusal.
-
-    image: the file that an edit starts from. key: "" for none, None for the client's.
-    """
-
-    fields: Mapping[str, Any]
-    pictures: tuple[int, ...] = ()
-    status: int = 200
-    param: str | None = None
-    image: bytes | None = None
-    key: str | None = None
+ROOM = 1.25  # memory, files and threads of a process at the end, in times of the middle
+MORE = {"memory": 64, "files": 16, "threads": 16}  # which do not count as growth; memory in MiB
+POLL_S = 1.0  # between two questions about a video
+ADMIN = "/admin/models"
+UNCOUNTED = ("/ready", "/metrics")  # by the ledger
+KEYS = {"flood": "places=8", "ada": "weight=2 admin=true", "bob": "rate=100000 priority=normal"}
 
 
 @dataclass(frozen=True)
@@ -92,9 +73,10 @@ class Asked:
 
 @dataclass
 class Ledger:
-    """What all clients asked. answers: id -> status of each HTTP answer. used: numbers of the front's process.
+    """What all clients asked. answers: id -> status of each HTTP answer.
 
-    left: requests whose client hung up. guests: ids of the requests of new keys.
+    used: numbers of the front's process, whose `ranks` are those of each rank by its process. left: requests whose
+    client hung up. guests: ids of the requests of new keys.
     """
 
     asked: list[Asked] = field(default_factory=list)
@@ -102,58 +84,8 @@ class Ledger:
     left: int = 0
     guests: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
-    used: list[dict[str, int]] = field(default_factory=list)
+    used: list[dict[str, Any]] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
-
-
-def kinds() -> list[Kind]:
-    def of(place: int, *without: str, **fields: Any) -> Kind:
-        return Kind({k: v for k, v in PICTURES[place].items() if k not in without} | fields, (place,))
-
-    def edit(place: int, image: bytes, **fields: Any) -> Kind:
-        return Kind({**PICTURES[place], **fields}, (place,), image=image)
-
-    png, raw = _png(START), save({"image": START})
-    return [
-        *map(of, range(6)),
-        of(0, "steps", "size", num_inference_steps=3, width=64, height=64),
-        of(2, "steps", "guidance", num_inference_steps=4, guidance_scale=5.0),
-        of(4, "steps", "guidance", num_inference_steps=4, guidance_scale=2.0),
-        of(1, "model"),
-        of(1, user="someone", quality="high"),
-        of(2, output_format="safetensors"),
-        of(5, output_format="safetensors"),
-        of(2, response_format="file"),
-        of(0, response_format="url"),
-        of(3, stream=True, partial_images=2, stream_steps=True),
-        Kind({**PICTURES[0], "n": 2}, (0, 1)),
-        of(3, priority="low", deadline_s=500),
-        edit(6, png),
-        edit(6, raw, output_format="safetensors"),
-        edit(7, png, response_format="url"),
-        Kind({**PICTURES[0], "size": "65x64"}, (), 400, "size"),
-        Kind({**PICTURES[0], "lora": "none"}, (), 400, "lora"),
-        Kind({**PICTURES[0], "scheduler": "None"}, (), 400, "scheduler"),
-        Kind({**PICTURES[4], "prompt": "unicorn"}, (), 400, "prompt"),
-        Kind({**PICTURES[0], "model": "none"}, (), 404, "model"),
-        Kind({**PICTURES[0], "steps": 0}, (), 400, "steps"),
-        Kind(PICTURES[6], (), 400, "image", png[:-30]),
-        Kind(PICTURES[0], (), 401, key=""),
-    ]
-
-
-def _png(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
-    return file.getvalue()
-
-
-def pixels_of(file: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) if file[:4] == b"\x89PNG" else load(file)["image"]
-
-
-def bits_of(pixels: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()[:16]
 
 
 def verdicts(
@@ -167,9 +99,14 @@ def verdicts(
     swaps = [event for event in log if event["event"] == "models changed"]
     text = f"models unloaded {len(ledger.changes)} times, {len(swaps)} changes of models in all"
     yield text, len(ledger.changes) == args.swaps <= len(swaps)
-    before, after = ledger.used[len(ledger.used) // 2], ledger.used[-1]
-    grown = {name: (before[name], after[name]) for name in after if after[name] > ROOM * before[name] + 16}
-    yield f"the front's memory (MiB), files and threads: {before}, at the end {after}", not grown
+    middle, end = ledger.used[len(ledger.used) // 2], ledger.used[-1]
+    compared = {"the front": (middle, end)}
+    compared |= {f"rank {i}": (middle["ranks"].get(key), x) for i, (key, x) in enumerate(end["ranks"].items())}
+    for name, (before, after) in compared.items():
+        if before is not None:  # else the ranks were restarted meanwhile
+            grown = [part for part, more in MORE.items() if after[part] > ROOM * before[part] + more]
+            told = [[numbers[part] for part in MORE] for numbers in (before, after)]
+            yield f"memory (MiB), files and threads of {name}: {told[0]}, at the end {told[1]}", not grown
 
 
 def _answers(ledger: Ledger, jobs: Sequence[dict[str, Any]], requests: int) -> Iterator[tuple[str, bool]]:
@@ -237,8 +174,8 @@ def _guests(guests: Sequence[str], log: Sequence[dict[str, Any]], reloads: int) 
     yield text, len(most) == reloads and max(most, default=0) <= 1
 
 
-def pictures(asked: Sequence[Asked], folder: Path, args: Serve) -> Iterator[tuple[str, bool]]:
-    """Compare all pictures of the same request, and with the command's. folder: of the model that edits."""
+def pictures(asked: Sequence[Asked], models: Models, args: Serve) -> Iterator[tuple[str, bool]]:
+    """Compare all pictures of the same request, and with the command's."""
     bits = {place: set[str]() for place in range(len(PICTURES))}
     for each in asked:
         if each.bits:
@@ -246,33 +183,11 @@ def pictures(asked: Sequence[Asked], folder: Path, args: Serve) -> Iterator[tupl
                 bits[place].add(found)
     made, several = sum(len(each.bits) for each in asked), [place for place, all in bits.items() if len(all) > 1]
     yield f"{made} pictures of {sum(map(bool, bits.values()))} requests, {len(several)} with several bits", not several
-    places = [place for place in list(bits)[:: max(1, len(bits) // max(1, args.commands))] if bits[place]]
+    places = [place for place in range(0, WITH_COMMAND, max(1, WITH_COMMAND // max(1, args.commands))) if bits[place]]
     with ThreadPoolExecutor(2) as pool:
-        theirs = pool.map(lambda place: _of_command(PICTURES[place], folder, args.ranks), places[: args.commands])
+        theirs = pool.map(lambda place: models.of_command(place, args.ranks), places[: args.commands])
         for place, found in zip(places, theirs, strict=False):
             yield f"picture {place} has the bits of seqpar sample", bits[place] == {found}
-
-
-def _of_command(body: Mapping[str, Any], editor: Path, ranks: int) -> str:
-    with tempfile.TemporaryDirectory() as name:
-        file, start = Path(name, "picture.png"), Path(name, "start.png")
-        start.write_bytes(_png(START))
-        words = ["--seed", body["seed"], "--steps", body["steps"], "--out", file]
-        words += ["--prompt", body["prompt"]] if body["model"] != CLASS else ["--classes", body["prompt"]]
-        words += ["--size", "x".join(reversed(body["size"].split("x")))] if "size" in body else []
-        words += ["--guidance", body["guidance"]] if "guidance" in body else []
-        words += ["--image", start, "--strength", body["strength"]] if "strength" in body else []
-        count = ["--gpus" if torch.cuda.is_available() else "--ranks", ranks]
-        model = editor if body["model"] == EDITOR else body["model"]
-        done = served.ended(["sample", "--model", model, *words, *count])
-        return bits_of(pixels_of(file.read_bytes())) if done.returncode == 0 else done.stderr[-300:]
-
-
-def used(process: int) -> dict[str, int]:
-    status = Path(f"/proc/{process}/status").read_text()
-    facts = dict(line.split(":", 1) for line in status.splitlines())
-    files = len(os.listdir(f"/proc/{process}/fd"))
-    return {"memory": int(facts["VmRSS"].split()[0]) // 1024, "files": files, "threads": int(facts["Threads"])}
 
 
 @dataclass(frozen=True)
@@ -295,7 +210,7 @@ class Serve:
     """How often a model is unloaded, which a later request loads again."""
     reloads: int = 8
     """How often the file of keys gets a new key, which sends one request; by turns with SIGHUP and without."""
-    commands: int = len(PICTURES)
+    commands: int = WITH_COMMAND
     """Pictures that are compared with those of `seqpar sample`."""
     seed: int = 0
     """Seed of what is drawn: kinds, times of cancels and of kills."""
@@ -306,11 +221,10 @@ class Serve:
 def main(args: Serve) -> None:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="seqpar-bench-") as name:
-        folder, keys = Path(name, "flux"), Path(name, "keys")
-        write("flux.1-dev", folder)
+        models, keys = Models.written(Path(name)), Path(name, "keys")
         _write_keys(keys, KEYS)
-        models, words = (CLASS, TEXT, str(folder)), ("--queue", "256", "--swap", "--keys", str(keys))
-        with server(models, args.ranks, (*words, "--name", f"{EDITOR}={folder}")) as (process, port, log):
+        words = ("--queue", "256", "--swap", "--keys", str(keys), *models.flags)
+        with server(models.names, args.ranks, words) as (process, port, log):
             until_ready(port)
             clients = Clients(args, process.pid, port, keys)
             clients.run()
@@ -323,7 +237,7 @@ def main(args: Serve) -> None:
         events = [json.loads(line) for line in log if line.startswith("{")]
         said = [
             *verdicts(ledger, jobs, metrics.decode(), events, args),
-            *pictures(ledger.asked, folder, args),
+            *pictures(ledger.asked, models, args),
             ("the server ended with exit code 0", code == 0),
         ]
     ends = Counter(each.code or "picture" for each in ledger.asked)
@@ -362,11 +276,13 @@ class Clients:
     def run(self) -> None:
         """Let all clients ask, and trouble them, until every request has an answer."""
         args, every, drawn = self.args, kinds(), random.Random(self.args.seed)
-        good = [kind for kind, each in enumerate(every) if each.status == 200 and each.image is None]
+        good = [kind for kind, each in enumerate(every) if each.status == 200 and each.path == GENERATIONS]
         left = set(drawn.sample(range(args.requests), args.cancels // 2))
+        order = [index % len(every) for index in range(args.requests)]
+        drawn.shuffle(order)
         todo = [
-            (drawn.choice(good), drawn.uniform(0.05, 2.0)) if index in left else (drawn.randrange(len(every)), None)
-            for index in range(args.requests)
+            (drawn.choice(good), drawn.uniform(0.05, 2.0)) if index in left else (kind, None)
+            for index, kind in enumerate(order)
         ]
 
         def client(key: str) -> None:
@@ -387,7 +303,7 @@ class Clients:
         self.done.set()
         for thread in (trouble, *self.others):
             thread.join(LIMIT_S)
-        self.ledger.used.append(used(self.front))
+        self._look()
 
     def send(
         self, method: str, path: str, key: str, body: bytes = b"", kind: str = "", leaves_s: float | None = None
@@ -412,18 +328,17 @@ class Clients:
         """Ask for what a kind describes until the answer is another than 429, and write it down."""
         start, sent = time.monotonic(), kinds()[kind]
         key = key if sent.key is None else sent.key
-        body, form = (json.dumps(sent.fields).encode(), "application/json") if sent.image is None else _form(sent)
-        path = GENERATIONS if sent.image is None else EDITS
+        body, form = sent.body
         while True:
             try:
-                status, about, content = self.send("POST", path, key, body, form, leaves_s)
+                status, about, content = self.send("POST", sent.path, key, body, form, leaves_s)
             except (HTTPException, OSError) as error:
                 code = "left" if leaves_s is not None else f"no answer: {type(error).__name__}"
                 found = Asked(kind, None, 0, code, (), time.monotonic() - start)
                 break
             if status != 429:
                 files, error = self._files(key, status, about, content)
-                bits = tuple(bits_of(self._shown(sent, file)) for file in files)
+                bits = tuple(shown_bits(sent, file) for file in files)
                 id, seconds = about["x-request-id"], time.monotonic() - start
                 found = Asked(kind, id, status, error.get("code"), bits, seconds, error.get("param"))
                 break
@@ -449,6 +364,8 @@ class Clients:
         told = json.loads(content)
         if status != 200:
             return [], told["error"]
+        if told.get("object") == "video":
+            return self._video(key, f"{VIDEOS}/{told['id']}")
         return [
             self.send("GET", each["url"].split("/", 3)[3].join(("/", "")), key)[2]
             if each.get("url")
@@ -456,12 +373,12 @@ class Clients:
             for each in told["data"]
         ], {}
 
-    def _shown(self, sent: Kind, file: bytes) -> np.ndarray:
-        """The pixels of a file; of a model of classes on a sheet with its label, as the command writes it."""
-        pixels, body = pixels_of(file), PICTURES[sent.pictures[0]]
-        if body["model"] == CLASS:
-            return np.asarray(grid([Image.fromarray(pixels)], [body["prompt"]]))
-        return pixels
+    def _video(self, key: str, path: str) -> tuple[list[bytes], dict[str, Any]]:
+        while (told := self.get(path, key))["status"] in ("queued", "in_progress"):
+            time.sleep(POLL_S)
+        if told["status"] == "failed":
+            return [], told["error"]
+        return [self.send("GET", f"{path}/content", key)[2]], {}
 
     # trouble ------------------------------------------------------------------------------------------------------
 
@@ -470,10 +387,12 @@ class Clients:
         signals = [signal.SIGKILL] * args.kills + [signal.SIGSTOP] * args.stops
         cancels = [lambda: self._cancel_one(drawn)] * (args.cancels - args.cancels // 2)
         todo = [
-            *self._spread(signals, lambda number: lambda: self._signal(number, drawn)),
-            *self._spread(range(args.swaps), lambda index: lambda: self._unload((CLASS, TEXT, EDITOR)[index % 3])),
+            *((place // 2, work) for place, work in self._spread(signals, lambda x: lambda: self._signal(x, drawn))),
+            *self._spread(
+                range(args.swaps), lambda index: lambda: self._unload((CLASS, TEXT, EDITOR, FILM)[index % 4])
+            ),
             *self._spread(range(args.reloads), lambda index: lambda: self._new_key(index)),
-            *self._spread(range(9), lambda index: lambda: self.ledger.used.append(used(self.front))),
+            *self._spread(range(9), lambda index: self._look),
             *((drawn.randrange(args.requests), each) for each in cancels),
         ]
         while not self.done.wait(0.05):
@@ -485,6 +404,10 @@ class Clients:
     def _spread(self, every: Sequence[Any], made: Callable[[Any], Callable[[], Any]]) -> list[tuple[int, Any]]:
         """Each with the number of answers after which it comes."""
         return [(round(self.args.requests * (i + 1) / (len(every) + 1)), made(x)) for i, x in enumerate(every)]
+
+    def _look(self) -> None:
+        ranks = {str(rank): used(rank) for rank in processes(self.front)}
+        self.ledger.used.append({**used(self.front), "ranks": ranks})
 
     def _signal(self, number: signal.Signals, drawn: random.Random) -> bool:
         if (rank := a_rank(self.front, drawn)) is None:
@@ -526,12 +449,3 @@ class Clients:
             self.ask(name, 0)
 
         self._in_thread(work)
-
-
-def _form(sent: Kind) -> tuple[bytes, str]:
-    assert sent.image is not None
-    parts = [
-        f'--x\r\ncontent-disposition: form-data; name="{k}"\r\n\r\n{v}\r\n'.encode() for k, v in sent.fields.items()
-    ]
-    head = b'--x\r\ncontent-disposition: form-data; name="image"; filename="image"\r\n\r\n'
-    return b"".join([*parts, head, sent.image, b"\r\n--x--\r\n"]), "multipart/form-data; boundary=x"

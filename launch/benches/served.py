@@ -80,6 +80,14 @@ def processes(front: int) -> list[int]:
     return [rank for child in _children(front) for rank in _children(child)]
 
 
+def used(process: int) -> dict[str, int]:
+    """Memory (MiB), open files and threads of a process."""
+    folder = Path(f"/proc/{process}")
+    pages = int((folder / "statm").read_text().split()[1])
+    counts = {name: len([*(folder / part).iterdir()]) for name, part in (("files", "fd"), ("threads", "task"))}
+    return {"memory": pages * os.sysconf("SC_PAGE_SIZE") >> 20, **counts}
+
+
 def _children(process: int) -> list[int]:
     try:
         return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))

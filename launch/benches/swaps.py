@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from launch.benches.served import asked, processes, server, text_of, until_ready
+from launch.benches.served import asked, processes, server, text_of, until_ready, used
 from launch.benches.timing import append, command, environment
 
 EVERY = 10  # swaps between two looks at the processes
@@ -40,7 +40,7 @@ class Swaps:
 
 def main(args: Swaps) -> None:
     """Raises RuntimeError if an image has other bits after a swap than before."""
-    images, swaps_s, used = dict[str, str](), dict[str, list[float]](), list[dict[str, Any]]()
+    images, swaps_s, lines = dict[str, str](), dict[str, list[float]](), list[dict[str, Any]]()
     with server(args.models, args.ranks, ["--loaded", "1", "--swap"]) as (process, port, _):
         until_ready(port)
         for number in range(args.swaps + 1):
@@ -52,8 +52,8 @@ def main(args: Swaps) -> None:
             if number:
                 swaps_s.setdefault(model, []).append(made["seqpar"]["seconds"]["swap"])
             if number % EVERY == 0:
-                used.append({"swaps": number, "gpu": _gpu(port), **_used(process.pid)})
-                print(used[-1], flush=True)
+                lines.append({"swaps": number, "gpu": _gpu(port), **_used(process.pid)})
+                print(lines[-1], flush=True)
         process.send_signal(signal.SIGTERM)
         process.wait()
     seconds = {name: {"median": median(every), "most": max(every)} for name, every in swaps_s.items()}
@@ -64,20 +64,14 @@ def main(args: Swaps) -> None:
         "case": {**asdict(args), "out": None},
         "seconds": seconds,
         "every_s": swaps_s,
-        "used": used,
+        "used": lines,
     }
     append([line | {"command": command(), "env": environment(device)}], args.out)
 
 
 def _used(front: int) -> dict[str, list[list[int]]]:
     """[MiB, open files, threads] of the API server, and of each rank."""
-    return {"front": [_of(front)], "ranks": [_of(rank) for rank in processes(front)]}
-
-
-def _of(process: int) -> list[int]:
-    folder = Path(f"/proc/{process}")
-    pages = int((folder / "statm").read_text().split()[1])
-    return [pages >> 8, len([*(folder / "fd").iterdir()]), len([*(folder / "task").iterdir()])]
+    return {"front": [[*used(front).values()]], "ranks": [[*used(rank).values()] for rank in processes(front)]}
 
 
 def _gpu(port: int) -> list[float]:

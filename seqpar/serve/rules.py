@@ -20,6 +20,10 @@ SHOWN = 80  # characters of a client's text that a message quotes
 MOST_SIDE = 8192  # pixels; a message holds an image of this width and height
 SLOW_S = 60.0  # a step that is predicted to take less is never refused: predictions are no measurements
 FLOW = "FlowMatchEulerDiscreteScheduler"  # steps sigmas of requests
+OF_STEPS = (
+    *("size", "guidance", "true_guidance", "negative_prompt", "scheduler", "loras", "strength", "preset", "sigmas"),
+    *("mask", "control", "controlnet", "control_scale"),
+)
 OPTIONAL = ("negative_prompt", "guidance", "true_guidance", "strength", "fps")  # fields that not all models take
 
 
@@ -45,6 +49,9 @@ def _decodes(request: ImageRequest) -> bool:
 
 def _latents(model: ServedModel, request: ImageRequest) -> Refusal | None:
     given, returned, sent = request.latents, request.returns == "latents", request.images
+    if _decodes(request) and (field := next((x for x in OF_STEPS if getattr(request, x) not in (None, ())), None)):
+        param = {"loras": "lora", "control": "control_image"}.get(field, field)
+        return Refusal(param, f"{param} has no effect on latents that are only decoded (steps 0); leave it out")
     if model.latent_pixels is None and (given or returned or _decodes(request)):
         return Refusal("model", f"model {model.name} has no latents in requests; use images", "wrong_model")
     if _decodes(request) and (returned or (given is None and sent[0].height)):

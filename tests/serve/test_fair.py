@@ -328,7 +328,10 @@ def test_a_server_is_fair_to_its_keys_and_reloads_them(tmp_path: Path) -> None:
 
         file.write_text("cyd: key-of-cyd fast\n")
         assert "line 1 of --keys" in front.event("keys not reloaded, the former ones stay valid")["reason"]
-        assert cyd.get("/v1/jobs").status_code == 200
+        (job,) = cyd.get("/v1/jobs").json()["data"]
+        file.write_text("cyd: new-key-of-cyd\n")  # jobs belong to the name, so that a key can be replaced
+        until(lambda: cyd.get("/v1/jobs").status_code == 401)
+        assert stack.enter_context(front.client("new-key-of-cyd")).get("/v1/jobs").json()["data"] == [job]
         file.write_text("dan: key-of-cyd\neve: key-of-eve\n")
         front.event("keys reloaded", keys=2)
         assert cyd.get("/v1/jobs").json()["data"] == []

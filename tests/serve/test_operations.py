@@ -70,6 +70,13 @@ def test_each_answer_is_counted_and_logged_once(front: Running) -> None:
         assert samples(front, f"seqpar_{name}_count", "model")["toy"] >= 1
 
 
+def test_the_log_has_the_beginning_of_long_words_of_clients(front: Running) -> None:
+    for method, path in (("GET", "/" + "x" * 9000), ("M" * 9000, "/")):
+        answer = front.http.request(method, path)
+        line = front.event("answered", request=answer.headers["x-request-id"])
+        assert (line["method"], line["path"]) == (f"{method[:80]}..."[: len(method)], f"{path[:256]}..."[: len(path)])
+
+
 def test_no_route_and_no_dependency_takes_a_thread() -> None:
     server: Any = SimpleNamespace(name="", metrics=SimpleNamespace(answered=None))
     app = cast("Any", create_app(server, None, frozenset())).app.app

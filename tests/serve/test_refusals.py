@@ -139,6 +139,11 @@ RULES: list[tuple[dict[str, Any], str, str]] = [  # of the ranks: fields, param,
     ({"preset": "turbo", "model": "toy"}, "preset", "preset 'turbo' is unknown; toy has none"),
     ({"preset": "lightning-4", "steps": 8}, "preset", "preset sets steps and scheduler; leave it or them out"),
     ({"true_guidance": 2}, "true_guidance", "model strict takes no true_guidance; leave it out"),
+    # other names of fields: those that the client sent
+    ({"true_cfg_scale": 2}, "true_cfg_scale", "model strict takes no true_guidance; leave it out"),
+    ({"num_inference_steps": 1}, "num_inference_steps", "got steps 1, expected 2 to 1000 with model strict"),
+    ({"width": 65, "height": 16}, "width", "size 65x16 is not divisible by 8; nearest: 64x16, 72x16"),
+    ({"model": "movie", "num_frames": 10}, "num_frames", "got frames 10, expected 1 more than a multiple of 4"),
     ({"negative_prompt": "a"}, "negative_prompt", "takes no negative_prompt: it has one branch; leave it out"),
     ({"lora": "style"}, "lora", "unknown or repeated lora; strict has none"),
     ({"controlnet": "pose"}, "controlnet", "controlnet 'pose' is unknown; strict has none"),
@@ -206,6 +211,10 @@ FORMS: list[tuple[str, dict[str, Any], list[tuple[str, bytes]], str]] = [
     (EDITS, DECODED, [latents(1, 4, 1, 1025)], "latents of 8200x8 pixels are too many for model toy; send fewer"),
     (EDITS, DECODED, [latents(1, 4, 2, 3, 3)], "got latents of 2 frames, expected those of one image"),
     (EDITS, {"prompt": "x", "num_inference_steps": "0"}, [PNG], "steps 0 decodes latents to an image"),
+    *(
+        (EDITS, DECODED | {name: value}, [latents(1, 4, 1, 1)], f"{name} has no effect on latents that are only")
+        for name, value in (("lora", "style"), ("guidance", "3"), ("size", "16x24"), ("strength", "0.5"))
+    ),
     (EDITS, {"prompt": "x"}, [("image", bomb())], "got image 1 of 10000x10000 pixels (height x width), expected at"),
     (EDITS, {"prompt": "x"}, [("images", file_of())], "unknown files 'images'; send files as image or image[]"),
     (EDITS, {"prompt": "x"}, [PNG] * 18, "the request cannot be read"),
@@ -285,6 +294,8 @@ def test_bad_requests(front: Running) -> None:
     for path, data, files, said in FORMS:
         check(post(path, data=data, files=files), 400, said)
     check(post(EDITS, data={"prompt": "x", "model": "none"}, files=[PNG]), 404, "model not found")
+    twice = {"data": {**POSE, "control_image": URL}, "files": [("control_image", file_of())]}
+    check(post(EDITS, **twice), 400, "control_image is a file and a text; send one of them", "control_image")
     odd = [("control_image", save({"image": PIXELS[0]}))]
     check(post(EDITS, data=POSE, files=odd), 400, "control_image has tensors", "control_image")
     broken = {**CLIP, "image": "data:image/png;base64,bm9uZQ=="}

@@ -54,7 +54,7 @@ async def accept(
     spec = body.spec(model, deadline_s, InputFiles.of(len(inputs), roles))
     if "priority" not in body.model_fields_set:  # of a client that does not know the field
         spec = replace(spec, priority=max(spec.priority, server.terms(key).priority, key=PRIORITIES.__getitem__))
-    names = {"image": param} | ({"frames": "seconds"} if "seconds" in body.model_fields_set else {})
+    names = {"image": param, **body.names}
     check(model, spec, names)
     if inputs:
         spec = spec.having(await decode_inputs(server, key, inputs, param, roles))

@@ -6,14 +6,17 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from seqpar.serve.api import log
+from seqpar.serve.api.errors import short
 
 PROBES = ("/health", "/ready")  # asked every few seconds, and not logged
 BUSY_S = 60.0  # between two lines of answers 503: clients and load balancers ask all the time while models load
+LONGEST_PATH = 256  # characters that a line has
 LEFT = 499  # of a request whose client left before the answer began
 
 
@@ -53,7 +56,9 @@ class AccessLog:
             # 405: a client's own word, which would stay as a label for ever
             self.on_answer(scope["method"] if route and status != 405 else "", route, status)
             client = scope.get("client")
-            facts = {"method": scope["method"], "path": scope["path"], "status": status, "bytes": sent}
+            # a client's own words, as long as the headers may be
+            method, path = short(scope["method"]), short(scope["path"], LONGEST_PATH)
+            facts: dict[str, Any] = {"method": method, "path": path, "status": status, "bytes": sent}
             facts |= {"seconds": round(monotonic() - begun, 3), "key": state.get("key"), "client": client and client[0]}
             if status == 503:
                 log.often("answered", id_, every_s=BUSY_S, **facts)

@@ -89,9 +89,9 @@ def _quoted(value: Any) -> str:
     return short(repr(value))
 
 
-def short(text: str) -> str:
+def short(text: str, most: int = SHOWN) -> str:
     """A client's text for a message: of limited length, printable and on one line."""
-    text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    text = text if len(text) <= most else f"{text[:most]}..."
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 

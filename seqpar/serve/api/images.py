@@ -14,7 +14,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from seqpar.serve.api.accept import accept
-from seqpar.serve.api.errors import ProblemError
+from seqpar.serve.api.errors import ProblemError, refused
 from seqpar.serve.api.files import MEDIA
 from seqpar.serve.api.jobs import ImageMade, JobEvent, PreviewMade, Queue, ServerJob, Stepped
 from seqpar.serve.api.requests import Edit, Generation, file_in, form_schema, read_form
@@ -47,7 +47,10 @@ async def edit(request: Request, server: Server, key: Key) -> Response:
     """Edit images. The header x-request-id of the answer is also the id of the job."""
     form = await read_form(request)
     body = form.fields(Edit)
-    named = {name: file for name in ("mask", "control_image") for file in form.one_of(name)} | others_of(body)
+    named = {name: file for name in ("mask", "control_image") for file in form.one_of(name)}
+    if named.keys() & (in_text := others_of(body)).keys():
+        raise refused(400, "invalid_value", "control_image is a file and a text; send one of them", "control_image")
+    named |= in_text
     job = await accept(request, server, key, body, "edits", form.files_of("image", "image[]"), "image", named)
     del form  # up to 50 MB, which the job does not need
     return await _answer(body, job, "image_edit", request, server)

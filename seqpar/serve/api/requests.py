@@ -24,6 +24,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -167,13 +168,17 @@ class CommonFields(BaseModel):
     safety_identifier: Ignored = None
     generator_device: Ignored = None
 
-    @model_validator(mode="before")
+    _sent: frozenset[str] = frozenset()  # the names of fields in the body
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _without_null(cls, value: Any) -> Any:
+    def _without_null(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(value, dict):
-            return value
-        fields = cast("dict[Any, Any]", value)
-        return {name: field for name, field in fields.items() if field is not None}
+            return handler(value)
+        fields = {name: field for name, field in cast("dict[Any, Any]", value).items() if field is not None}
+        body = handler(fields)
+        body._sent = frozenset(fields)
+        return body
 
     @field_validator("size")
     @classmethod
@@ -190,6 +195,17 @@ class CommonFields(BaseModel):
                 raise ValueError("width and height come together, and in place of size")
             self.size = f"{self.width}x{self.height}"
         return self
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Fields of an `ImageRequest` -> the names that the client gave them, where they are others."""
+        fields = type(self).model_fields.items()
+        aliases = {name: field.validation_alias for name, field in fields}
+        others = {name: alias.choices for name, alias in aliases.items() if isinstance(alias, AliasChoices)}
+        sent = {name: str(x) for name, choices in others.items() for x in choices if x in self._sent and x != name}
+        if "width" in self._sent:
+            sent["size"] = "width"
+        return sent | ({"frames": "seconds"} if "seconds" in self._sent else {})
 
     @property
     def ignored(self) -> list[str]:

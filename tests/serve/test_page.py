@@ -11,16 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from selenium.common.exceptions import JavascriptException
-from selenium.webdriver import Keys
+from selenium.webdriver import ActionChains, Keys
 
 from seqpar.cli.args import Args
+from seqpar.pipelines.image_files import digest
 from seqpar.serve.api.app import PAGE
 from seqpar.serve.api.gate import GENERATIONS
 from seqpar.types.flags import parsed
 from tests.serve.test_stream import enlarged
-from tests.support.browser import Page, browser, why_no_browser
+from tests.support.browser import SAVED, Page, browser, why_no_browser
 from tests.support.fake_replica import FACTS, pixels_of
 from tests.support.front import LIMIT_S, PIXELS, ROOT, Running, file_of, keys_in, running, until
 
@@ -30,7 +33,12 @@ NEW_LINE = Keys.SHIFT + Keys.ENTER + Keys.NULL
 ODD = f'two\nlines, it\'s "$HOME" `id` \\ {MARKUP}'  # special characters of shells and JSON
 UNLIKE = ("id", "pixels", "partial_images", "deadline_s")  # of two requests for the same image
 OPTIONAL = ("lora", "n", "image", "seconds", "fps", "class", "scheduler", "preset")  # controls that not all models have
-OPTIONAL += ("guidance", "true_guidance", "negative_prompt", "strength")
+OPTIONAL += ("guidance", "true_guidance", "negative_prompt", "strength", "controlnet", "paint")
+PAINTED = """
+const paper = document.getElementById("paper"), { width, height } = paper;
+const { data } = paper.getContext("2d").getImageData(0, 0, width, height);
+return data.filter((value, at) => at % 4 === 3 && value > 0).length;
+"""
 FORBIDDEN = re.compile(
     r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|Function\(|<[^>]*\son\w+=|//\w+\.\w"
 )
@@ -93,17 +101,17 @@ def test_the_answer_allows_nothing_but_its_own_script(front: Running) -> None:
 
 
 def test_it_offers_what_the_models_take(page: Page) -> None:
-    """And no more: a mask is drawn nowhere, because no model takes one."""
     assert page.driver.switch_to.active_element == page["prompt"]
     assert page.offers("model") == list(FACTS)
     page["more"].find_element("tag name", "summary").click()
     guided = {"guidance", "true_guidance", "negative_prompt"}
     shown = {
         "toy": {"lora", "n", *guided},
-        "editor": {"lora", "image", "n", *guided},
+        "editor": {"lora", "image", "n", "controlnet", "scheduler", *guided},
         "changer": {"image", "n", "strength", *guided},
         "movie": {"lora", "seconds", "fps", *guided},
         "clip": {"image", "seconds", "fps", "strength", *guided},
+        "filler": {"image", "n", "strength", *guided},
         "strict": {"image", "n", "strength", "guidance", "scheduler", "preset"},
     }
     for model, names in shown.items():
@@ -216,7 +224,7 @@ def test_errors_stand_at_the_field_that_they_are_about(page: Page, tmp_path: Pat
     page.choose("model", "changer")
     page.ask("without a file")
     assert page.jobs == []  # the browser asks for one
-    page["files"].send_keys(str(broken))
+    page.pick("files", broken)
     page.ask("with it")
     page.until(lambda: page.driver.find_elements("id", "image-wrong"))
     wrong, field = page["image-wrong"], page["image"]
@@ -289,7 +297,7 @@ def test_an_edit_takes_files_and_results_and_its_lines_work(page: Page, front: R
     file.write_bytes(file_of())
     page.choose("model", "editor")
     assert values(page, "size") == ["16x24"]
-    page["files"].send_keys(str(file))
+    page.pick("files", file)
     assert values(page, "size") == ["auto"]  # the size of the image
     page.make("@edit; it's", seed=3, strength=0.5)
     page.until(lambda: page.pixels == PIXELS.tobytes())
@@ -304,6 +312,123 @@ def test_an_edit_takes_files_and_results_and_its_lines_work(page: Page, front: R
     ]
     page.make("two", seed=4)
     assert len(front.orders[-1]["images"]) == 2
+
+
+def masked(page: Page) -> np.ndarray:
+    """What the mask of the form's only image repaints, as the page says by a file to save."""
+    name = page["input-files"].find_element("partial link text", "-mask.png")
+    file = page.folder / SAVED / name.text.removeprefix("Save ")
+    file.unlink(missing_ok=True)
+    name.click()
+    page.until(file.exists)
+    return 255 - np.asarray(Image.open(file).getchannel("A"))
+
+
+def strokes(page: Page) -> int:
+    """Pixels that are painted in the dialog."""
+    return page.driver.execute_script(PAINTED)
+
+
+def test_a_mask_is_painted_and_erased_by_mouse_and_keys(page: Page, front: Running, tmp_path: Path) -> None:
+    photo = tmp_path / "photo.png"
+    photo.write_bytes(file_of(np.zeros((60, 80, 3), np.uint8)))
+    page.choose("model", "changer")
+    page.pick("files", photo)
+    assert not page.shows("paint")  # this model only redraws
+    page.choose("model", "filler")
+    assert page["about-mask"].text == "This model needs a mask: what it repaints."
+    page.choose("model", "editor")
+    page["paint"].click()
+    page.until(lambda: page.driver.switch_to.active_element == page["paper"])
+    assert all(page[name].accessible_name for name in ("painter", "paper", "brush", "mask-file"))
+    drag = ActionChains(page.driver).move_to_element(page["paper"]).click_and_hold()
+    drag.move_by_offset(200, 0).release().perform()
+    line = strokes(page)
+    page["erase"].send_keys(Keys.ENTER)
+    ActionChains(page.driver).move_to_element(page["paper"]).click().perform()
+    assert 0 < strokes(page) < line
+    page["undo"].send_keys(Keys.ENTER)
+    assert strokes(page) == line
+    page["blank"].send_keys(Keys.ENTER)
+    assert strokes(page) == 0
+    page["paper"].send_keys(Keys.CONTROL, "z")
+    assert strokes(page) == line
+    page["erase"].send_keys(Keys.ENTER)
+    page["brush"].send_keys(Keys.HOME)
+    page["paper"].send_keys(*[Keys.ARROW_UP] * 30, Keys.SPACE)
+    page["paper"].send_keys(Keys.SHIFT, Keys.ARROW_UP, Keys.NULL)
+    painted = strokes(page)
+    assert painted > line
+    page["paper"].send_keys(Keys.ESCAPE)
+    page.until(lambda: not page.shows("painter"))
+    assert page.driver.switch_to.active_element == page["paint"]
+    assert page["paint"].text == "Edit mask"
+    page.make("drawn", seed=3)
+    assert page["about-picture"].text.endswith("seed 3 · with a mask · 9.0 s")
+    page["terminal"].find_element("tag name", "summary").click()
+    assert not page.shows("command")
+    mask = masked(page)
+    assert (mask.shape, (mask > 0).sum()) == ((60, 80), painted)
+    assert mask[30, 45] == 255
+    assert mask[5, 5] == 0
+    ours = front.orders[-1]
+    assert ours["mask"]["digest"] == digest(mask.tobytes())
+    photo.write_bytes(photo.read_bytes())  # now it is newer than the choice, which must not matter below
+    (tmp_path / "photo-mask.png").write_bytes((page.folder / SAVED / "photo-mask.png").read_bytes())
+    subprocess.run(["bash", "-e", "-o", "pipefail", "-c", copied(page, "curl")], cwd=tmp_path, check=True)
+    theirs = front.orders[-1]
+    assert {**theirs, **dict.fromkeys(UNLIKE)} == {**ours, **dict.fromkeys(UNLIKE)}
+    page["unmask"].click()
+    page.make("drawn", seed=4)
+    assert front.orders[-1]["mask"] is None
+    page.history[1].click()
+    page["reuse"].click()  # with its mask
+    page.make("drawn", seed=5)
+    assert front.orders[-1]["mask"] == ours["mask"]
+
+
+@pytest.mark.parametrize("transparent", [True, False])
+def test_a_mask_comes_from_a_file(page: Page, front: Running, tmp_path: Path, transparent: bool) -> None:
+    file, mask = tmp_path / "photo.png", np.zeros((6, 10), np.uint8)
+    mask[:, 4:] = 255
+    file.write_bytes(file_of())
+    colours = np.dstack([np.zeros((6, 10, 3), np.uint8), 255 - mask]) if transparent else mask
+    (tmp_path / "mask.png").write_bytes(file_of(colours))
+    (tmp_path / "broken.png").write_bytes(b"none")
+    page.choose("model", "editor")
+    page.pick("files", file)
+    page["paint"].click()
+    page["mask-file"].send_keys(str(tmp_path / "broken.png"))
+    page.until(lambda: "broken.png is no image" in page["no-mask"].text)
+    page["mask-file"].send_keys(str(tmp_path / "mask.png"))
+    page.until(lambda: strokes(page) == 36)
+    page["painted"].click()
+    page.until(lambda: not page.shows("painter"))
+    page.make("drawn", seed=1)
+    assert front.orders[-1]["mask"]["digest"] == digest(mask.tobytes())
+
+
+def test_a_controlnet_follows_an_image(page: Page, front: Running, tmp_path: Path) -> None:
+    file = tmp_path / "pose.png"
+    file.write_bytes(file_of())
+    page.choose("model", "editor")
+    assert not page.shows("control_image")
+    page.choose("controlnet", "pose")
+    page.ask("drawn")
+    assert page.jobs == []  # the browser asks for the image
+    page.pick("control_image", file)
+    page.make("drawn", seed=1, control_scale=0.5)
+    order = front.orders[-1]
+    assert (order["controlnet"], order["control_scale"], order["images"]) == ("pose", 0.5, [])
+    assert order["control"]["digest"] == digest(PIXELS.tobytes())
+    assert "ControlNet pose x 0.5" in page["about-picture"].text
+    page["terminal"].find_element("tag name", "summary").click()
+    (tmp_path / "control-pose.png").write_bytes(file.read_bytes())
+    subprocess.run(["bash", "-e", "-o", "pipefail", "-c", copied(page, "curl")], cwd=tmp_path, check=True)
+    assert {**front.orders[-1], **dict.fromkeys(UNLIKE)} == {**order, **dict.fromkeys(UNLIKE)}
+    page.driver.find_element("css selector", "[aria-label='Remove pose.png']").click()
+    page["reuse"].click()
+    assert page.driver.find_element("css selector", "#control-inputs img").get_attribute("alt") == "control-pose.png"
 
 
 def test_a_video_is_played_with_sound_and_its_lines_work(page: Page, front: Running, tmp_path: Path) -> None:
@@ -323,7 +448,7 @@ def test_a_video_is_played_with_sound_and_its_lines_work(page: Page, front: Runn
     first = tmp_path / "first.png"
     first.write_bytes(file_of())
     page.choose("model", "clip")
-    page["files"].send_keys(str(first))
+    page.pick("files", first)
     page.make("film", seed=4, seconds="")
     assert "seed 3" in page["about-picture"].text  # it is played and stays
     page.history[0].click()
@@ -441,6 +566,7 @@ def test_a_real_model_is_cancelled_and_makes_the_image_that_other_clients_get(em
         page.until(lambda: page.shows("made"))
         body: dict[str, Any] = {"prompt": "ice cream", "size": "56x72", "steps": 6, "seed": 3}
         assert page.saved() == requested(front, model="builtin", **body)
+        assert not page.shows("input")  # no model takes images
         assert len(page.history) == 1
         assert str(page["command"].get_property("textContent")).endswith(
             "--classes='ice cream' --size=72x56 --seed=3 --steps=6 --ranks=1"

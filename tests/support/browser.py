@@ -83,6 +83,12 @@ class Page:
             self[name].clear()
             self[name].send_keys(str(text))
 
+    def pick(self, name: str, file: Path) -> None:
+        """Choose a file, and wait until the form lists it."""
+        count = len(self.driver.find_elements("css selector", ".inputs img"))
+        self[name].send_keys(os.fspath(file))
+        self.until(lambda: len(self.driver.find_elements("css selector", ".inputs img")) > count)
+
     def ask(self, prompt: str, **texts: object) -> None:
         """Fill fields and press Enter in the prompt."""
         self.fill(**texts, prompt=prompt)

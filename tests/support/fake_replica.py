@@ -91,6 +91,7 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "breeds": {"kind": "classes", "labels": {0: ("cat", "crane"), 1: ("tench", "Tinca tinca"), 2: ("crane",)}},
     "dall-e-2": {},
+    "filler": {"takes": {"image+mask": Takes()}},
 }
 MODELS = tuple(ServedModel(**{**COMMON, "name": name, **facts}) for name, facts in FACTS.items())
 SHRINK = 4

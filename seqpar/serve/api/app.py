@@ -27,7 +27,7 @@ from seqpar.serve.api.videos import add_videos
 from seqpar.serve.messages import ServedModel
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
-PACKAGE, PAGE, PARTS = "seqpar.serve.api", "page.html", ("page.css", "page.js")
+PACKAGE, PAGE, PARTS = "seqpar.serve.api", "page.html", re.compile(r"page\.[a-z.]*(?:css|js)")
 
 
 def create_app(server: ApiServer, keys: KeyFile | None, hosts: frozenset[str]) -> ASGIApp:
@@ -58,9 +58,11 @@ async def page() -> Response:
     Its policy allows its own script and style, by their hashes, and nothing else: no script that arrives in a prompt or
     a name, no other host, no frame around it.
     """
-    text, *parts = ((files(PACKAGE) / name).read_text(encoding="utf-8") for name in (PAGE, *PARTS))
-    for name, part in zip(PARTS, parts, strict=True):
-        text = text.replace(f">{name}<", f">{part}<")
+
+    def part(name: str) -> str:
+        return (files(PACKAGE) / name).read_text(encoding="utf-8")
+
+    text = PARTS.sub(lambda name: part(name[0]), part(PAGE))
 
     def hash_of(tag: str) -> str:
         (content,) = re.findall(f"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)

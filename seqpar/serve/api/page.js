@@ -10,11 +10,11 @@ const FORGOTTEN_MS = 86400e3; // after which the queue of a closed tab is droppe
 const MOST_INPUTS = 16; // of a request, by the server's rule
 const AUTO = "auto", OTHER = "other";
 // fields of requests that are controls of the same name
-const NUMBERS = ["n", "seconds", "fps", "steps", "guidance", "true_guidance", "strength"];
-const CHOICES = ["negative_prompt", "preset", "scheduler"];
+const NUMBERS = ["n", "seconds", "fps", "steps", "guidance", "true_guidance", "strength", "control_scale"];
+const CHOICES = ["negative_prompt", "preset", "scheduler", "controlnet"];
 const KEPT = [...NUMBERS, ...CHOICES, "prompt", "class", "size", "width", "height", "seed"]; // of the form, over a reload
 const SAME = ["fps", "seed", "steps", "preset", "scheduler", "guidance", "true_guidance", "strength"]; // as flags
-const CONTROLS = { input_reference: "image", frames: "seconds" }; // where the error of another field is shown
+const CONTROLS = { input_reference: "image", frames: "seconds", mask: "paint" }; // where the error of another field is shown
 
 let models = [];
 let ranks = null; // how many there are, and on what
@@ -24,7 +24,8 @@ let jobs = []; // of this tab, in order: { record, state, row, stop, ... }
 let entries = []; // results, newest first: { record, url, item }
 let shown = null; // the entry in the frame
 let pinned = false; // whether a person has chosen it, so that the next result does not replace it
-let inputs = []; // images of the form: { name, blob }
+let inputs = []; // images of the form: { name, blob, mask, strokes }
+let control = null; // the image that a ControlNet follows: { name, blob }
 
 class Refused extends Error {
   constructor(answer, said) {
@@ -171,7 +172,8 @@ function begunWithout(error) {
 const onGpus = () => ranks.device !== "cpu";
 const model = () => models[$("model").selectedIndex];
 const aboutOf = (body) => models.find(({ id }) => id === body.model)?.seqpar;
-const imagesOf = ({ takes }) => (!takes.image ? 0 : takes.image.several ? MOST_INPUTS : 1);
+const hasPart = ({ takes }, part) => Object.keys(takes).some((start) => start.split("+").includes(part));
+const imagesOf = (about) => (about.takes.image?.several ? MOST_INPUTS : hasPart(about, "image") ? 1 : 0);
 const hasClasses = () => model().seqpar.classes.length > 0;
 const fieldOf = (id) => ($(id).matches("fieldset") ? $(id) : $(id).closest("div, label"));
 const isShown = (id) => $(id).closest("[hidden]") === null;
@@ -198,6 +200,7 @@ function choose() {
   $("files").multiple = imagesOf(about) > 1;
   fill("class", about.classes.map((name) => option(name)));
   fill("scheduler", [option("", "The model's own"), ...Object.keys(about.schedulers).map((name) => option(name))]);
+  fill("controlnet", [option("", "None"), ...about.controlnets.map((name) => option(name))]);
   fill("preset", [option("", "None"), ...Object.keys(about.presets).map((name) => option(name))]);
   const own = about.size === AUTO || about.needs_picture ? [] : about.sizes.length > 0 ? about.sizes : [about.size];
   const automatic = imagesOf(about) > 0 || own.length === 0 ? [option(AUTO, "Automatic")] : [];
@@ -213,12 +216,16 @@ function choose() {
 
 function arrange() {
   const about = model().seqpar, films = about.makes === "videos", preset = $("preset").value !== "";
-  const rules = about.takes[inputs.length > 0 || about.needs_picture ? "image" : "text"], takes = (id) => !(id in rules.refused);
+  const { rules, masks, controlled } = chosen(about), takes = (id) => !(id in rules.refused);
   const visible = {
     prompt: !hasClasses(),
     class: hasClasses(),
     negative_prompt: takes("negative_prompt"),
     image: imagesOf(about) > 0,
+    mask: masks,
+    control: about.controlnets.length > 0,
+    control_image: controlled,
+    control_scale: controlled,
     strength: imagesOf(about) > 0 && takes("strength"),
     sides: $("size").value === OTHER,
     n: !films,
@@ -233,24 +240,53 @@ function arrange() {
     lora: about.loras.length > 0,
   };
   for (const [id, yes] of Object.entries(visible)) (id === "sides" ? $(id) : fieldOf(id)).hidden = !yes;
+  $("unmask").hidden = !inputs[0]?.mask;
+  $("paint").textContent = inputs[0]?.mask ? "Edit mask" : "Paint a mask";
+  say("about-mask", masks && !inputs[0].mask && !("image" in about.takes) ? "This model needs a mask: what it repaints." : "");
   for (const control of $("form").elements) control.disabled = control.closest("[hidden]") !== null; // else it is checked
   [$("steps").min, $("steps").max] = about.schedulers[$("scheduler").value] ?? [1, 1000];
   const beside = rules.beside.negative_prompt?.replace("_", " ");
   $("negative_prompt").placeholder = beside ? `needs ${beside} over 1` : "";
   $("files").required = about.needs_picture && inputs.length === 0;
-  $("inputs").replaceChildren(...inputs.map(inputItem));
+  $("inputs").replaceChildren(...inputs.map((input) => inputItem(input, () => take(inputs.filter((other) => other !== input)), "files")));
+  $("control_image").required = controlled && control === null;
+  $("control-inputs").replaceChildren(...(control === null ? [] : [inputItem(control, () => follow(null), "control_image")]));
 }
 
-function inputItem(input) {
+// what the form starts from, in the words of the server's `takes`, and the rules for it
+function chosen(about) {
+  const masks = hasPart(about, "mask") && inputs.length === 1, controlled = about.controlnets.includes($("controlnet").value);
+  const parts = { image: inputs.length > 0, mask: masks && inputs[0].mask, control: controlled };
+  const start = Object.keys(parts).filter((part) => parts[part]).join("+") || "text";
+  const likest = Object.keys(about.takes).find((other) => other.startsWith(start)) ?? Object.keys(about.takes)[0];
+  return { rules: about.takes[start] ?? about.takes[likest], masks, controlled };
+}
+
+// the files of a request as it is asked now; those with a role are of the field of its name
+function filesAsked() {
+  const { masks, controlled } = chosen(model().seqpar), [first] = inputs;
+  const images = inputs.map(({ name, blob }, index) => ({ name: inputs.findIndex((other) => other.name === name) < index ? `${index + 1}-${name}` : name, blob }));
+  if (masks && first.mask) images.push({ role: "mask", name: `${first.name.replace(/\.\w+$/, "")}-mask.png`, blob: first.mask });
+  if (controlled && control !== null) images.push({ role: "control_image", name: `control-${control.name}`, blob: control.blob });
+  return images;
+}
+
+function follow(image) {
+  control = image;
+  unmark("control_image");
+  arrange();
+}
+
+function inputItem(input, leave, focus) {
   const item = document.createElement("li"), image = document.createElement("img"), button = document.createElement("button");
   Object.assign(image, { alt: input.name, src: (input.url ??= URL.createObjectURL(input.blob)) });
   Object.assign(button, { type: "button", className: "small", textContent: "Remove" });
   button.setAttribute("aria-label", `Remove ${input.name}`);
   button.addEventListener("click", () => {
-    take(inputs.filter((other) => other !== input));
-    $("files").focus();
+    leave();
+    $(focus).focus();
   });
-  item.append(image, button);
+  item.append(image, ...(input.mask ? [maskOver(input)] : []), button);
   return item;
 }
 
@@ -260,6 +296,7 @@ function take(images) {
   const [from, to] = inputs.length > 0 ? [first, AUTO] : [AUTO, first]; // an edit keeps the shape of its image
   if (had !== inputs.length > 0 && $("size").value === from) $("size").value = to;
   unmark("image");
+  unmark("paint");
   arrange();
 }
 
@@ -325,7 +362,9 @@ function reuse({ body, files }) {
   const [width, height] = body.size?.split("x") ?? ["", ""];
   const values = Object.fromEntries(KEPT.map((id) => [id, body[id] ?? ""]));
   write({ ...values, model: body.model, class: body.prompt, n: 1, loras: body.lora });
-  inputs = files.map(({ name, blob }) => ({ name, blob }));
+  const of = (role) => files.filter((file) => file.role === role).map(({ name, blob }) => ({ name, blob }));
+  [inputs, [control = null]] = [of(undefined), of("control_image")];
+  for (const { blob } of of("mask")) inputs[0].mask = blob;
   const listed = [...$("size").options].some(({ value }) => value === body.size);
   $("size").value = body.size === undefined ? AUTO : listed ? body.size : OTHER;
   Object.assign($("width"), { value: width });
@@ -336,476 +375,6 @@ function reuse({ body, files }) {
 }
 
 const save = () => localStorage.setItem("form", JSON.stringify(read()));
-
-// --- the queue of this tab
-
-function generate() {
-  const body = asked(), films = model().seqpar.makes === "videos";
-  const route = films ? VIDEOS : inputs.length > 0 ? EDITS : GENERATIONS;
-  const files = inputs.map(({ name, blob }) => ({ name, blob }));
-  const previews = !films && $("growing").checked ? PARTIAL_IMAGES : 0;
-  const record = { id: newId(), tab: tab(), owner, at: Date.now(), route, body, files, previews, done: 0, video: null };
-  for (const marked of document.querySelectorAll("[data-of]")) unmark(marked.dataset.of);
-  say("problem", "");
-  say("status", "");
-  pinned = false;
-  store("jobs", "put", record);
-  enqueue(record, JSON.stringify(read()));
-  $("frame").scrollIntoView({ block: "nearest" });
-}
-
-function enqueue(record, draft = null) {
-  const progress = { step: 0, steps: 0, position: 0, seconds: 0, left: null, note: "" };
-  const job = { record, draft, state: "waiting", stop: new AbortController(), preview: null, ...progress };
-  job.row = rowOf(job);
-  jobs.push(job);
-  $("jobs").append(job.row);
-  runNext();
-}
-
-function runNext() {
-  const streams = jobs.filter(({ state, record }) => state === "running" && record.route !== VIDEOS).length;
-  const next = jobs.filter(({ state }) => state === "waiting");
-  const [first] = next.filter(({ record }) => record.route !== VIDEOS);
-  for (const job of next) if (job.record.route === VIDEOS || (job === first && streams < STREAMS)) run(job);
-  for (const job of jobs) tell(job);
-  $("queue").hidden = jobs.length === 0;
-}
-
-async function run(job) {
-  job.state = "running";
-  try {
-    await (job.record.route === VIDEOS ? makeVideo(job) : makeImages(job));
-    leave(job);
-  } catch (error) {
-    fail(job, error);
-  }
-  runNext();
-}
-
-// ask, and again while the server's queue is full or its ranks start anew
-async function askPatiently(job, settings) {
-  for (;;) {
-    try {
-      const answer = await ask(job.record.route, { method: "POST", ...settings });
-      job.note = "";
-      return answer;
-    } catch (error) {
-      if (error.status !== 429 && error.status !== 503) throw error;
-      const seconds = Math.min(error.retry_s, MOST_WAIT_S);
-      const reason = error.status === 429 ? "the server's queue is full" : "the server is not ready";
-      job.note = `${reason}, asking again in ${seconds} s`;
-      tell(job);
-      await pause(seconds, job.stop.signal);
-    }
-  }
-}
-
-function sent(body, files, name) {
-  if (files.length === 0) return { headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
-  const form = new FormData();
-  for (const [field, value] of textsOf(body)) form.append(field, value);
-  for (const file of files) form.append(name, file.blob, file.name);
-  return { body: form };
-}
-
-const textOf = (value) => (typeof value === "object" ? JSON.stringify(value) : `${value}`);
-const textsOf = (body) => Object.entries(body).map(([name, value]) => [name, textOf(value)]);
-
-async function makeImages(job) {
-  const { record, stop } = job, { body, files, done, previews } = record;
-  const rest = { ...body, seed: body.seed + done, n: body.n - done }; // a reload keeps what is made
-  const asking = sent({ ...rest, stream: true, stream_steps: true, partial_images: previews }, files, "image[]");
-  const answer = await askPatiently(job, { ...asking, signal: stop.signal });
-  for await (const event of eventsOf(answer)) await hear(job, event);
-  if (record.done < body.n) throw new Error("the connection ended before the images were made");
-  say("status", body.n > 1 ? "The images are made." : "The image is made.");
-}
-
-async function hear(job, event) {
-  const [, kind] = event.type.split(".");
-  if (event.type === "error") throw new Failed(event.error);
-  if ("estimated_s" in event) job.left = leftOf(event);
-  if (kind === "queued") job.position = event.position;
-  if (kind === "step") Object.assign(job, { position: 0, step: event.step, steps: event.steps });
-  if (kind === "partial_image" && !isHeld()) preview(job, blobOf(event));
-  if (kind === "completed") {
-    const { n, ...body } = { ...job.record.body, seed: event.seqpar.seed }, { seconds } = event.seqpar; // of all images so far
-    await finish(job, { body, blob: blobOf(event), size: event.size, seconds: sum(seconds) - job.seconds });
-    job.seconds = sum(seconds);
-  }
-  tell(job);
-}
-
-const sum = (parts) => Object.values(parts).reduce((total, part) => total + part, 0);
-const leftOf = ({ estimated_s: seconds }) => (seconds === null ? null : { seconds, at: Date.now() });
-
-function blobOf({ b64_json: text, output_format: kind }) {
-  return new Blob([Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0))], { type: `image/${kind}` });
-}
-
-async function makeVideo(job) {
-  const { record, stop } = job;
-  if (record.video === null) {
-    const { n, ...body } = record.body;
-    const answer = await askPatiently(job, sent(body, record.files, "input_reference"));
-    record.video = (await answer.json()).id;
-    if (stop.signal.aborted) dropVideo(record);
-    await store("jobs", "put", record); // which a reload asks for again
-  }
-  for (;;) {
-    stop.signal.throwIfAborted();
-    const about = await videoOf(job);
-    if (about?.status === "completed") {
-      const file = await ask(`${VIDEOS}/${record.video}/content`, { signal: stop.signal });
-      const { frames, seconds } = about.seqpar;
-      await finish(job, { body: record.body, blob: await file.blob(), size: about.size, seconds: sum(seconds), frames });
-      say("status", "The video is made.");
-      return;
-    }
-    if (about?.status === "failed") throw new Failed(about.error);
-    if (about) Object.assign(job, about.seqpar, { left: leftOf(about.seqpar) });
-    tell(job);
-    await pause(POLL_MS / 1000, stop.signal);
-  }
-}
-
-// the state of a video; null while the server is away, which may come back with it
-async function videoOf(job) {
-  try {
-    const about = await (await ask(`${VIDEOS}/${job.record.video}`, { signal: job.stop.signal })).json();
-    job.note = "";
-    return about;
-  } catch (error) {
-    if (error.status !== 503 && !(error instanceof TypeError)) throw error;
-    job.note = "no answer, asking again";
-    return null;
-  }
-}
-
-const dropVideo = ({ video }) => ask(`${VIDEOS}/${video}`, { method: "DELETE" }).catch((error) => say("problem", error.message));
-
-async function finish(job, made) {
-  const { record } = job, { owner, route, files } = record;
-  const result = { id: newId(), owner, route, files, ...made, thumbnail: await thumbnailOf(made.blob).catch(() => null) };
-  record.done += 1;
-  Object.assign(job, { step: 0 });
-  const entry = add(result);
-  if (!isHeld()) show(entry);
-  await keep(result);
-  await store("jobs", "put", record);
-}
-
-function leave(job) {
-  const focused = job.row.contains(document.activeElement); // which is lost where a button goes
-  jobs = jobs.filter((other) => other !== job);
-  job.row.remove();
-  store("jobs", "delete", job.record.id);
-  if (focused) ($("jobs").querySelector("button") ?? $("generate")).focus();
-  if (job.preview !== null) show(shown);
-}
-
-function fail(job, error) {
-  if (job.preview !== null) show(shown);
-  const control = CONTROLS[error.param] ?? error.param?.split(".")[0];
-  const field = control === "prompt" && hasClasses() ? "class" : control;
-  if (error.name === "AbortError") {
-    say("status", "Cancelled.");
-    leave(job);
-  } else if (error.status === 401) {
-    leave(job);
-    begunWithout(error);
-  } else if (field && job.draft === JSON.stringify(read()) && $("form").contains($(field)) && isShown(field)) {
-    mark(field, error.message); // where the form is still as it was sent
-    leave(job);
-  } else {
-    job.state = "failed";
-    job.note = error instanceof TypeError ? `No answer: ${error.message}` : error.message;
-    store("jobs", "delete", job.record.id);
-    say("problem", "A request failed; the queue has the reason.");
-  }
-}
-
-function cancel(job) {
-  const running = job.state === "running";
-  job.stop.abort(); // the server cancels images that their client leaves
-  if (running && job.record.video !== null) dropVideo(job.record);
-  if (!running) {
-    leave(job);
-    runNext();
-  }
-}
-
-function rowOf(job) {
-  const row = document.createElement("li"), prompt = document.createElement("p"), detail = document.createElement("p");
-  const bar = document.createElement("progress"), buttons = document.createElement("div");
-  prompt.className = "prompt";
-  prompt.textContent = prompt.title = job.record.body.prompt;
-  detail.className = "hint";
-  bar.setAttribute("aria-label", `Steps of ${job.record.body.prompt}`);
-  buttons.className = "buttons";
-  for (const [text, act] of [["Edit", () => reuse(job.record)], ["Cancel", () => cancel(job)]]) {
-    const button = document.createElement("button");
-    Object.assign(button, { type: "button", className: "small", textContent: text });
-    button.setAttribute("aria-label", `${text}: ${job.record.body.prompt}`);
-    button.addEventListener("click", act);
-    buttons.append(button);
-  }
-  row.append(prompt, buttons, detail, bar);
-  return row;
-}
-
-function tell(job) {
-  const { record, state, row, position, step, steps, left, note } = job, { n } = record.body;
-  const [, buttons, detail, bar] = row.children, [edit, stop] = buttons.children;
-  const parts = [];
-  if (n > 1 && state !== "failed") parts.push(`image ${Math.min(record.done + 1, n)} of ${n}`);
-  if (state === "waiting") parts.push("waits in this page");
-  else if (note !== "") parts.push(note);
-  else if (position > 0) parts.push(`${position} ${position === 1 ? "request" : "requests"} before this one`);
-  else if (step > 0) parts.push(`step ${step} of ${steps}`);
-  if (state !== "failed") parts.push(timeOf(Date.now() - record.at));
-  const rest_ms = left === null ? 0 : 1000 * left.seconds + left.at - Date.now();
-  if (state === "running" && left !== null) parts.push(`about ${timeOf(Math.max(1000, rest_ms))} left`);
-  detail.textContent = parts.join(" · ");
-  detail.className = state === "failed" ? "wrong" : "hint";
-  edit.hidden = state !== "failed";
-  if (state === "failed") {
-    stop.textContent = "Dismiss";
-    stop.setAttribute("aria-label", `Dismiss: ${record.body.prompt}`);
-  }
-  bar.hidden = state !== "running" || position > 0;
-  bar.max = steps || 1;
-  if (step > 0) bar.value = step;
-  else bar.removeAttribute("value"); // which makes it a bar without an end
-}
-
-function timeOf(ms) {
-  const seconds = Math.round(ms / 1000);
-  return seconds < 100 ? `${seconds} s` : `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
-}
-
-// --- showing results
-
-function say(id, text) {
-  $(id).textContent = text;
-}
-
-function mark(id, message) {
-  const text = document.createElement("p"), control = $(id);
-  Object.assign(text, { id: `${id}-wrong`, className: "wrong", textContent: message });
-  text.setAttribute("role", "alert");
-  text.dataset.of = id;
-  control.setAttribute("aria-invalid", "true");
-  control.setAttribute("aria-errormessage", text.id);
-  fieldOf(id).append(text);
-  if ($("more").contains(control)) $("more").open = true;
-  text.scrollIntoView({ block: "nearest" });
-}
-
-function unmark(id) {
-  $(`${id}-wrong`)?.remove();
-  $(id).removeAttribute("aria-invalid");
-  $(id).removeAttribute("aria-errormessage");
-}
-
-const isHeld = () => pinned || !$("film").paused; // what a person has chosen or watches stays
-const isVideo = (blob) => blob.type.startsWith("video/");
-
-async function thumbnailOf(blob) {
-  const source = isVideo(blob) ? await firstFrame(blob) : await createImageBitmap(blob);
-  const width = source.videoWidth ?? source.width, height = source.videoHeight ?? source.height;
-  const scale = Math.min(1, 176 / Math.max(width, height)), canvas = document.createElement("canvas");
-  Object.assign(canvas, { width: Math.max(1, width * scale), height: Math.max(1, height * scale) });
-  canvas.getContext("2d").drawImage(source, 0, 0, canvas.width, canvas.height);
-  return new Promise((resolve) => canvas.toBlob(resolve, "image/webp"));
-}
-
-function firstFrame(blob) {
-  const film = document.createElement("video");
-  Object.assign(film, { muted: true, preload: "auto", src: URL.createObjectURL(blob) });
-  return new Promise((resolve, reject) => {
-    film.addEventListener("loadeddata", () => resolve(film));
-    film.addEventListener("error", () => reject(film.error)); // a codec that this browser does not have
-  }).finally(() => URL.revokeObjectURL(film.src));
-}
-
-function add(record) {
-  const entry = { record, url: URL.createObjectURL(record.blob), item: document.createElement("li") };
-  const button = document.createElement("button"), { prompt, seed } = record.body;
-  Object.assign(button, { type: "button", title: prompt });
-  button.setAttribute("aria-label", `${prompt}, seed ${seed}`);
-  button.addEventListener("click", () => {
-    pinned = true;
-    show(entry);
-  });
-  if (record.thumbnail === null) {
-    button.textContent = isVideo(record.blob) ? "video" : "image";
-  } else {
-    const image = document.createElement("img");
-    Object.assign(image, { alt: "", src: URL.createObjectURL(record.thumbnail) });
-    button.append(image);
-  }
-  entry.item.append(button);
-  entries.unshift(entry);
-  $("history").prepend(entry.item);
-  return entry;
-}
-
-function forget(entry) {
-  for (const url of [entry.url, entry.item.querySelector("img")?.src]) if (url) URL.revokeObjectURL(url);
-  entry.item.remove();
-  entries = entries.filter((other) => other !== entry);
-  if (shown === entry) show(entries[0] ?? null);
-}
-
-function preview(job, blob) {
-  const before = job.preview;
-  job.preview = URL.createObjectURL(blob);
-  frame(job.preview, false, job.record.body.prompt).then(() => before !== null && URL.revokeObjectURL(before));
-  $("made").hidden = $("terminal").hidden = true;
-  say("status", "A preview of what is being made.");
-}
-
-function show(entry) {
-  shown = entry;
-  say("problem", "");
-  for (const job of jobs) {
-    if (job.preview !== null) URL.revokeObjectURL(job.preview);
-    job.preview = null;
-  }
-  frame(entry?.url ?? null, entry !== null && isVideo(entry.record.blob), entry?.record.body.prompt ?? "");
-  $("made").hidden = $("terminal").hidden = entry === null;
-  if (entry !== null) describe(entry);
-  $("past").hidden = entries.length === 0;
-  for (const other of entries) other.item.firstChild.setAttribute("aria-current", other === entry);
-}
-
-let wanted = null; // the address that the frame shows, or will show when it is decoded
-async function frame(url, isFilm, text) {
-  wanted = url;
-  if (url !== null && !isFilm) {
-    const next = new Image();
-    next.src = url;
-    await next.decode().catch(() => null); // until then the last picture stays; a broken one shows its text
-    if (wanted !== url) return;
-  }
-  Object.assign($("picture"), { hidden: url === null || isFilm, alt: text });
-  if (url !== null && !isFilm) $("picture").src = url;
-  $("film").hidden = !isFilm;
-  $("film").setAttribute("aria-label", text);
-  if (isFilm) {
-    $("film").src = url;
-  } else if ($("film").hasAttribute("src")) {
-    $("film").removeAttribute("src");
-    $("film").load();
-  }
-  $("empty").hidden = url !== null;
-}
-
-function describe({ record, url }) {
-  const { body, size, seconds, blob, files, frames } = record, about = aboutOf(body);
-  const numbers = ["guidance", "true_guidance", "strength"].filter((name) => name in body);
-  const loras = (body.lora ?? []).map((lora) => `${lora.name} x ${lora.scale}`);
-  const facts = [
-    body.model,
-    size,
-    frames && `${frames} frames`,
-    `seed ${body.seed}`,
-    body.steps && `${body.steps} steps`,
-    ...numbers.map((name) => `${name.replace("_", " ")} ${body[name]}`),
-    body.preset,
-    body.scheduler,
-    ...loras,
-    `${seconds.toFixed(1)} s`,
-  ];
-  say("caption", body.prompt);
-  say("about-picture", facts.filter((fact) => fact !== undefined).join(" · "));
-  $("enlarge").hidden = isVideo(blob);
-  $("input").hidden = isVideo(blob);
-  const name = nameOf(record);
-  Object.assign($("save"), { href: url, download: name, textContent: `Save ${name.split(".").pop().toUpperCase()}` });
-  $("terminal").hidden = about === undefined; // a model that is served no more
-  if (about === undefined) return;
-  say("command", command(record, about));
-  say("curl", curl(record));
-  const hints = [
-    ...(about.alias ? [`MODEL stands for the folder or name that the server has ${body.model} from.`] : []),
-    ...(about.kind === "classes" ? ["The command writes a sheet with labels."] : []),
-    ...(loras.length > 0 ? ["LORAS stands for the folder that the server has its LoRAs from."] : []),
-    ...(files.length > 0 ? ["Both lines read the input from the folder that they run in:"] : []),
-  ];
-  say("hint", hints.join(" "));
-  $("input-files").replaceChildren(...files.map(saveLink));
-}
-
-function saveLink({ name, blob }) {
-  const link = document.createElement("a");
-  Object.assign(link, { className: "button small", download: name, textContent: `Save ${name}` });
-  link.addEventListener("click", () => (link.href = URL.createObjectURL(blob)));
-  link.href = "#";
-  return link;
-}
-
-const nameOf = ({ body, blob }) => `seqpar-${body.seed}.${blob.type.split("/")[1]}`;
-
-// --- the same from a terminal
-
-function quoted(text) {
-  return /^[\w./:,@%+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
-}
-
-function command({ body, files, frames, blob }, about) {
-  const [width, height] = body.size?.split("x") ?? []; // the command line has the height first
-  const flags = {
-    model: about.alias ? undefined : body.model,
-    [about.kind === "classes" ? "classes" : "prompt"]: body.prompt,
-    negative_prompt: body.negative_prompt,
-    size: body.size && `${height}x${width}`,
-    frames,
-    ...Object.fromEntries(SAME.map((name) => [name, body[name]])),
-    precision: about.precision,
-    min_psnr: about.min_psnr,
-    cache: about.cache,
-  };
-  const known = about.alias ? [`--model="$MODEL"`] : [];
-  const words = Object.entries(flags)
-    .filter(([, value]) => value !== undefined && value !== null)
-    .map(([name, value]) => `--${name.replaceAll("_", "-")}=${quoted(`${value}`)}`);
-  if (files.length > 0) words.push("--image", ...files.map(({ name }) => quoted(`./${name}`)));
-  const loras = (body.lora ?? []).map(({ name, scale }) => {
-    const [file, transformer] = name.split("@");
-    return `"$LORAS"/${quoted(`${file}.safetensors:${scale}${transformer ? `@${transformer}` : ""}`)}`;
-  });
-  if (loras.length > 0) words.push("--lora", ...loras);
-  if (isVideo(blob)) words.push("--out=seqpar.mp4");
-  return ["seqpar sample", ...known, ...words, `--${onGpus() ? "gpus" : "ranks"}=${ranks.ranks}`].join(" ");
-}
-
-function curl({ route, body, files }) {
-  const key = sessionStorage.getItem("key") === null ? "" : ` -H "authorization: Bearer $SEQPAR_KEY"`;
-  const url = quoted(new URL(route, location.href).href), get = `curl -sSf${key}`;
-  const field = route === VIDEOS ? "input_reference" : "image[]";
-  const parts = files.map(({ name }) => `-F ${quoted(`${field}=@"./${name.replaceAll(/["\\]/g, "\\$&")}"`)}`);
-  const texts = textsOf(body).map(([name, value]) => `--form-string ${quoted(`${name}=${value}`)}`);
-  const json = `-H 'content-type: application/json' -d ${quoted(JSON.stringify(body))}`;
-  const asking = `${get} ${url} ${files.length > 0 ? [...texts, ...parts].join(" ") : json}`;
-  if (route !== VIDEOS) return `${asking} | jq -r '.data[0].b64_json' | base64 -d > seqpar.png`;
-  const status = `$(${get} ${url}/$id | jq -r .status)`;
-  const wait = `while echo "${status}" | grep -E 'queued|in_progress'; do sleep 2; done`;
-  return `id=$(${asking} | jq -r .id); ${wait}; ${get} ${url}/$id/content -o seqpar.mp4`;
-}
-
-async function copy(button) {
-  const text = $(button.dataset.copies);
-  try {
-    await navigator.clipboard.writeText(text.textContent); // which a page by plain HTTP from elsewhere does not have
-    button.textContent = "Copied";
-  } catch {
-    getSelection().selectAllChildren(text);
-    button.textContent = "Press Ctrl+C";
-  }
-}
 
 // --- what people do
 
@@ -842,12 +411,18 @@ on("model", "change", () => {
   choose();
   save();
 });
-for (const id of ["size", "preset", "scheduler"]) on(id, "change", arrange);
-on("files", "change", () => {
-  const added = [...$("files").files].map((file) => ({ name: file.name, blob: file }));
-  $("files").value = ""; // so that the same file can be chosen again
+for (const id of ["size", "preset", "scheduler", "controlnet"]) on(id, "change", arrange);
+// what files hold now: a browser does not send one that has changed since it was chosen
+async function chosenIn(id) {
+  const files = [...$(id).files];
+  $(id).value = ""; // so that the same file can be chosen again
+  return Promise.all(files.map(async (file) => ({ name: file.name, blob: new Blob([await file.arrayBuffer()], { type: file.type }) })));
+}
+on("files", "change", async () => {
+  const added = await chosenIn("files");
   take(imagesOf(model().seqpar) > 1 ? [...inputs, ...added] : added);
 });
+on("control_image", "change", async () => follow((await chosenIn("control_image"))[0] ?? control));
 on("reuse", "click", () => reuse(shown.record));
 on("input", "click", () => {
   if (imagesOf(model().seqpar) === 0) {

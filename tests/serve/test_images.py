@@ -100,7 +100,8 @@ def test_links_lead_to_files_until_they_expire(front: Running, tmp_path: Path) -
 def test_models_documentation_and_metrics(front: Running) -> None:
     assert [model.id for model in front.ai.models.list()] == [*FACTS]
     models = front.http.get("/v1/models").json()["data"]
-    assert [model["id"] for model in models if model["seqpar"]["edits"]] == ["editor", "changer", "clip", "strict", "filler"]
+    edits = [model["id"] for model in models if model["seqpar"]["edits"]]
+    assert edits == ["editor", "changer", "clip", "strict", "filler"]
     about = front.http.get("/openapi.json").json()["components"]["schemas"]["Generation"]["properties"]
     assert "ignored" in about["quality"]["description"]
     assert front.http.get("/health").json() == {"status": "ok"}

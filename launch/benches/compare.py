@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -100,15 +100,18 @@ def measured(work: str, trees: Sequence[Path], args: Compare) -> dict[Path, list
 def _job(work: str, tree: Path, args: Compare) -> Iterator[Iterator[dict[str, Any]]]:
     """Start the ranks of a checkout; yield what asks for a round and returns its answer."""
     calls = min(args.calls, 5) if work.startswith(("decode", "picture")) else args.calls
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
-    with TemporaryDirectory() as folder, open(Path(folder) / "log", "w+") as log:
-        words = [*start, str(JOB), str(tree.absolute()), folder, work, str(calls), "small" if args.small else "whole"]
-        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+    with TemporaryDirectory() as folder, open(Path(folder) / "log", "w") as log:
+        words = [str(JOB), str(tree.absolute()), folder, work, str(calls), "small" if args.small else "whole"]
+        process = _started(["--standalone", f"--nproc_per_node={args.gpus}", *words], log)
         try:
             yield _rounds(Path(folder), process)
         finally:
             process.terminate()
             process.wait()
+
+
+def _started(words: Sequence[str], log: IO[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *words], stdout=log, stderr=log)
 
 
 def _rounds(folder: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:

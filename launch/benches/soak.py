@@ -296,10 +296,10 @@ def replays(count: int, dtype: torch.dtype, device: torch.device) -> Iterator[Li
                 continue
             mesh = Mesh.from_env(cfg=1, ring=ring, ulysses=world // ring, device=device)
             for transport in _contract.names():
-                yield _held(mesh, strategy, transport, -(-count // STEPS), dtype)
+                yield _held(mesh, strategy, transport, -(-count // STEPS), min(count, STEPS), dtype)
 
 
-def _held(mesh: Mesh, strategy: str, transport: str, runs: int, dtype: torch.dtype) -> Line:
+def _held(mesh: Mesh, strategy: str, transport: str, runs: int, steps: int, dtype: torch.dtype) -> Line:
     model = Files.locate(BUILTIN).blueprint.build(dtype, mesh.device)
     dit = DistributedDiT(model, mesh, strategy, "auto", transport)
     noise = draw_noise((1, dit.config.in_channels, *[dit.config.sample_size] * 2), torch.Generator().manual_seed(0))
@@ -312,12 +312,12 @@ def _held(mesh: Mesh, strategy: str, transport: str, runs: int, dtype: torch.dty
     with Sampler(dit) as sampler:
         for _ in range(runs):
             scheduler, labels = DDIMScheduler.from_config(DDIM_DEFAULT), {"class_labels": torch.tensor([7])}
-            told = {"steps": STEPS, "guidance": Guidance(4.0), "on_step": on_step}
+            told = {"steps": steps, "guidance": Guidance(4.0), "on_step": on_step}
             digests.add(digest(sampler(scheduler, noise, labels, **told)))
     dit.check_delivered()
     dit.release()
     about = {"part": "replays", "strategy": strategy, "ring": mesh.ring.size, "ulysses": mesh.ulysses.size}
-    about |= {"transport": transport, "replays": runs * STEPS, "graph": mesh.device.type == "cuda"}
+    about |= {"transport": transport, "replays": runs * steps, "graph": mesh.device.type == "cuda"}
     about["bits"] = max(mesh.collect(len(digests), int))
     return about | {"digest": min(digests), "seconds": time.perf_counter() - start}
 

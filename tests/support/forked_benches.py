@@ -8,12 +8,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 from torch.distributed.run import main as agent
 
-from launch.benches import loading, served
+from launch.benches import compare, compare_job, loading, served
 from seqpar.cli.entry import main
 from tests.cli.processes import environment, seqpar
 from tests.support.forks import Forked
@@ -57,6 +58,20 @@ class LoadingJob(Forked):
         return output, None
 
 
+class CompareJob(Forked):
+    """A job of `compare`, as the part of `subprocess.Popen` that it uses."""
+
+    def __init__(self, words: Sequence[str], log: IO[str]) -> None:
+        super().__init__(agent, words, environment(), Path(log.name), Path(log.name), compare_ranks)
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
+def compare_ranks() -> None:
+    compare_job.main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "small")
+
+
 def job() -> None:
     loading.job(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
 
@@ -73,5 +88,6 @@ def fork(patch: pytest.MonkeyPatch) -> None:
         return own(program, words, gpu) if words[0] == "theirs" else LoadingJob(program, words)
 
     patch.setattr(loading, "_started", started)
+    patch.setattr(compare, "_started", CompareJob)
     patch.setattr(served, "started", Server)
     patch.setattr(served, "ended", lambda words: seqpar(*words))

@@ -25,10 +25,14 @@ from tests.support.pool import Pool, server
 pytestmark = pytest.mark.bench
 
 
+# a new Python takes ten seconds
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.hand)])
 def test_two_versions_are_timed_in_turn_and_their_bits_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, forked: bool
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if forked:
+        fork(monkeypatch)
     other = tmp_path / "other"
     other.symlink_to(ROOT)
     out = tmp_path / "lines.jsonl"

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launch import bench
 from launch.baselines.released import RELEASED
-from launch.benches import rows
+from launch.benches import rows, steps
 from launch.benches.exchange import MOVES
 from seqpar.families._find import WORK
 from seqpar.mesh.mesh import Mesh
@@ -25,7 +25,7 @@ from seqpar.profiling.ranks import NAMES
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.bench
-QUICK = ("--rounds", "2", "--seconds", "0.001")
+QUICK = ("--rounds", "1", "--seconds", "0.001")
 CPU = torch.device("cpu")
 Line = dict[str, Any]
 
@@ -40,6 +40,7 @@ def cpus() -> Iterator[Pool]:
 def run(rank: int, world: int, device: torch.device, words: tuple[str, ...]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["bench.py", *words])
+        patch.setattr(steps, "DIGEST_STEPS", 2)
         bench.run(rank)
 
 
@@ -70,7 +71,6 @@ def test_a_step_of_our_loop_is_timed(benched: Callable[..., list[Line]]) -> None
     assert line["split_ms"]["attention"] > 0
 
 
-SPLIT = {"flux.1-dev"}  # whose parts are timed, too, which takes most of the time and knows no model
 # they make several rows of modulation, attend to the text or the image alone in blocks before their own, pad the text,
 # or compute sound: `Work` counts none of it
 BY_TOKEN = {
@@ -78,27 +78,32 @@ BY_TOKEN = {
     "chroma1-hd-prompt",
     "flux.3",
     "krea-2",
-    "krea-2-prompt",
     "ltx-2",
     "minimax-h3",
     "qwen-image-edit",
     "wan2.2-ti2v-5b",
     "z-image",
 }
+# some models have one small model
+SMALL = {name: replace(model.small(), name="") for name, model in RELEASED.items()}
+DIFFERENT = [name for name, model in SMALL.items() if next(each for each in SMALL if SMALL[each] == model) == name]
 
 
-@pytest.mark.parametrize("model", RELEASED)
+@pytest.mark.parametrize("model", DIFFERENT)
 def test_calls_compute_what_diffusers_computes(benched: Callable[..., list[Line]], model: str) -> None:
-    split = ("--split",) if model in SPLIT else ()
-    lines = benched("calls", "--model", model, "--strategy", "ulysses", *split, *QUICK)
+    lines = benched("calls", "--model", model, "--strategy", "ulysses", *QUICK)
     ours = [line for line in lines if line["case"]["kind"] == "ours"]
     assert len(ours) == 3
     assert all(line["error"] < 1e-4 and line["over"] > 0 for line in ours)
-    assert not split or all(line["split_ms"]["products"] > 0 for line in ours)
     assert all("expected GPUs" in line["refused"] for line in lines if line not in ours)
 
 
-@pytest.mark.parametrize("model", sorted({*RELEASED} - BY_TOKEN))
+def test_the_parts_of_a_call_are_timed(benched: Callable[..., list[Line]]) -> None:
+    (line,) = benched("calls", "--strategy", "ulysses", "--only", "blocks, ulysses", "--split", *QUICK)
+    assert line["split_ms"]["products"] > 0
+
+
+@pytest.mark.parametrize("model", sorted({*DIFFERENT} - BY_TOKEN))
 def test_a_call_has_the_flops_that_torch_counts(model: str) -> None:
     """The modulation and the text's embedding are in a call; `Work` counts them apart from a step."""
     known = RELEASED[model].small()
@@ -121,7 +126,9 @@ def test_strips_are_the_picture_of_one_rank(benched: Callable[..., list[Line]]) 
 
 
 def test_exchanges_are_timed_beside_bare_collectives(benched: Callable[..., list[Line]]) -> None:
-    lines = benched("exchange", "--megabytes", "0.001", "--heads", "4", "--head-dim", "2", *QUICK)
+    lines = benched(
+        "exchange", "--megabytes", "0.001", "--heads", "4", "--head-dim", "2", "--rounds", "2", "--seconds", "0.001"
+    )
     ways = {(line["case"]["move"], line["case"]["transport"]) for line in lines if line["ms"]}
     assert ways == {(move, way) for move in MOVES for way in ("collective", "peer")}
     assert all(line["over"] > 0 and line["reference"] == "bare" for line in lines)

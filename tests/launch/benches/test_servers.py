@@ -28,7 +28,7 @@ def test_a_server_loses_no_request_while_jobs_are_cancelled_and_ranks_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "lines.jsonl"
-    serve.main(Serve(requests=24, clients=8, cancels=3, kills=1, stops=0, swaps=1, reloads=1, commands=1, out=out))
+    serve.main(Serve(requests=16, clients=8, cancels=3, kills=1, stops=0, swaps=1, reloads=1, commands=1, out=out))
     (line,) = [json.loads(text) for text in out.read_text().splitlines()]
     assert line["restarts"] == 1
     before, *_, after = (used["memory"] for used in line["used"])

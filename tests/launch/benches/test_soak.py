@@ -14,7 +14,7 @@ from tests.support.pool import Pool
 
 pytestmark = pytest.mark.bench
 Line = dict[str, Any]
-SETTINGS = Soak(pictures=2, sizes=2, calls=1, replays=25, steps=1)
+SETTINGS = Soak(pictures=2, sizes=2, calls=1, replays=4, steps=1)
 
 
 def lines_of(rank: int, world: int, device: torch.device) -> list[Line]:

@@ -181,9 +181,11 @@ class ServedModel(msgspec.Struct, frozen=True):
     own: of the model's own. labels: the names of each class, by number. precision: of GEMMs, None for the dtype of the
     weights; min_psnr: its bound of the error. cache: which steps are computed, None for all. presets: the number of
     steps of each. controlnets: by name. takes: by what a request starts from, as `ImageRequest.start`. loads: pixels of
-    all frames, ascending, and predicted seconds of a step; memory does not suffice from `limit` pixels on. loaded:
-    whether its weights are in memory. memory: predicted bytes per rank. load_s: seconds that its last load took, None
-    if there was none. latent_pixels: along a side of a latent; None where requests have no latents.
+    all frames, ascending, and predicted seconds of a step; memory does not suffice from `limit` pixels on, and from
+    `beside` on only while no other model is loaded. ratios: predicted seconds of a step with other guidance ("guidance
+    off", "guidance on", "true guidance", or a preset's name), in those of the model's own. loaded: whether its weights
+    are in memory. memory: predicted bytes per rank. load_s: seconds that its last load took, None if there was none.
+    latent_pixels: along a side of a latent; None where requests have no latents.
     """
 
     name: str
@@ -212,6 +214,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     load_s: float | None = None
     min_psnr: float | None = None
     latent_pixels: int | None = None
+    ratios: dict[str, float] = {}
+    beside: int | None = None
 
     @property
     def edits(self) -> bool:

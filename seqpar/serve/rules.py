@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
+from math import prod
 
 from seqpar.serve.messages import CONTROL, IMAGE, MASK, ImageRequest, ServedModel, Takes
 from seqpar.types.names import class_number
@@ -185,18 +186,40 @@ def _frames(model: ServedModel, request: ImageRequest) -> Refusal | None:
 
 def _load(model: ServedModel, request: ImageRequest) -> Refusal | None:
     """By memory, and by the time of one step: runs stop between steps, so that it must end before the deadline."""
-    size, frames = request.size or model.size, 1 if model.video is None else request.frames or model.video.frames
-    pixels, param = size[0] * size[1] * frames, "frames" if request.size is None and model.video else "size"
+    pixels, param = pixels_of(model, request), "frames" if request.size is None and model.video else "size"
     if not model.loads or not pixels:
         return None
     smaller = "request a smaller size" if model.video is None else "request a smaller size or fewer frames"
     if model.limit is not None and pixels >= model.limit:
         return Refusal(param, f"the request needs more memory than the server has for model {model.name}; {smaller}")
-    step_s, limit_s = predicted_s(model.loads, pixels), request.deadline_s
+    step_s, limit_s = predicted_s(model.loads, pixels) * step_ratio(model, request), request.deadline_s
     if limit_s is not None and step_s > max(limit_s, SLOW_S):
         text = f"one step is predicted to take {step_s:.0f} s, but {limit_s:.0f} s remain before the deadline"
         return Refusal(param, f"{text}; {smaller}")
     return None
+
+
+def fills(model: ServedModel, request: ImageRequest) -> bool:
+    """Whether memory suffices for a request only while no other model is loaded."""
+    return model.beside is not None and pixels_of(model, request) >= model.beside
+
+
+def pixels_of(model: ServedModel, request: ImageRequest) -> int:
+    """The pixels of all frames of a request; 0 where the pipeline chooses a size."""
+    frames = 1 if model.video is None else request.frames or model.video.frames
+    if (latents := request.latents) is not None:
+        return prod(latents.shape[-2:]) * (model.latent_pixels or 1) ** 2
+    return prod(request.size or model.size) * frames
+
+
+def step_ratio(model: ServedModel, request: ImageRequest) -> float:
+    """The predicted seconds of a step with the guidance of a request, in those of one with the model's own."""
+    scale, ratios = request.guidance, model.ratios
+    if (request.true_guidance or 0.0) > 1:
+        return ratios.get("true guidance", 1.0)
+    if scale is None:
+        return ratios.get(request.preset or "", 1.0)
+    return ratios.get("guidance on" if scale > 1 else "guidance off", 1.0)
 
 
 def predicted_s(loads: tuple[tuple[int, float], ...], pixels: int) -> float:

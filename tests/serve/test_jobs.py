@@ -70,6 +70,7 @@ def test_estimates_come_from_measured_steps(front: Running, ask: Ask) -> None:
     assert (speeds.estimate(small, 10), speeds.estimate(large, 10)) == (3 * 10 + 2, 8 * (3 * 10 + 2))
     speeds.measured(large, 4, {"steps": 48.0})
     assert (speeds.estimate(small, 10), speeds.estimate(large, 10)) == (3 * 10 + 2, 12 * 10)
+    assert speeds.estimate(replace(small, ratio=0.5, request=ImageRequest("", "other", "x")), 4) == 1
     assert speeds.estimate(replace(small, request=ImageRequest("", "other", "x")), 4) == 2
 
 

@@ -167,6 +167,13 @@ def test_a_request_loads_its_model_with_swap(tmp_path: Path) -> None:
             assert ("swap" in made["seqpar"]["seconds"]) == is_swapped
         assert front.event("models changed", loaded=loaded(ada))
 
+        # one that has no memory beside others
+        large = {"prompt": "x", "model": "other", "size": "1024x1024"}
+        for is_swapped in (True, False):
+            made = ada.post(GENERATIONS, json=large).json()
+            assert ("swap" in made["seqpar"]["seconds"], loaded(ada)) == (is_swapped, ["other"])
+        assert ada.post(GENERATIONS, json=large | {"size": "2048x2048"}).json()["error"]["param"] == "size"
+
 
 def test_a_request_after_a_change_does_not_wait_for_ranks_that_exited_between_them(tmp_path: Path) -> None:
     replica = Replica([], tmp_path, 0, 1, lambda: None)

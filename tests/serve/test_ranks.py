@@ -10,9 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -32,7 +30,6 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.image_files import digest
 from seqpar.pipelines.pictures import grid
 from seqpar.serve.messages import (
-    Changed,
     Failed,
     ImageRequest,
     ImageResult,
@@ -44,7 +41,6 @@ from seqpar.serve.messages import (
 )
 from seqpar.serve.ranks.checked import CheckedModel, sizes_near, unit_of
 from seqpar.serve.ranks.loop import SOCKET, LoadedModel, Output
-from seqpar.serve.ranks.models import LoadError, Models
 from seqpar.serve.rules import why_not
 from seqpar.transformer.step_cache import StepCaching, _Branch
 from tests.cli.processes import seqpar
@@ -609,81 +605,3 @@ def test_a_scheduler_without_estimates_is_refused_and_a_cancel_ends_a_run_with_p
     failed(driver.cancel_at(replace(CAT, steps=MANY, partial_images=3), 3), "cancelled")
     assert isinstance(driver.ask(replace(CAT, id="after", partial_images=1)), ImageResult)
     assert [part.index for part in driver.partial["after"]] == [0]
-
-
-# models --------------------------------------------------------------------------------------------------------------
-
-
-def test_models_change_on_all_ranks_or_stay(folders: dict[str, Path], tmp_path: Path) -> None:
-    """With the bits of a first load, and without files or threads that stay."""
-    flux = tmp_path / "flux"
-    shutil.copytree(folders["flux"], flux)
-
-    def loaded(answer: object) -> list[str]:
-        assert isinstance(answer, Changed), answer
-        return [model.name for model in answer.ready.models if model.loaded]
-
-    def held() -> list[int]:
-        return [len([*Path(f"/proc/{rank}/{kind}").iterdir()]) for rank in driver.ranks() for kind in ("fd", "task")]
-
-    models = ("builtin", "builtin-text", str(flux), "--names", "builtin", "builtin-text", "named")
-    with replica(tmp_path, 2, *models, "--most", "1", "--swaps") as driver:
-        assert [model.loaded for model in driver.ready.models] == [True, False, False]
-        failed(driver.ask(FROG), "mistake", "model builtin-text is not loaded; use one of builtin")
-        first, counts = image(driver.ask(CAT)), list[list[int]]()
-        for _ in range(4):
-            assert loaded(driver.change("builtin-text")) == ["builtin-text"]
-            assert isinstance(driver.ask(FROG), ImageResult)
-            assert loaded(driver.change("builtin")) == ["builtin"]
-            assert np.array_equal(image(driver.ask(CAT)), first)
-            counts.append(held())
-        assert all(new <= old + 2 for old, new in zip(counts[1], counts[-1], strict=True)), counts
-
-        # a model whose files have changed does not load, and the one before still runs
-        assert loaded(driver.change("named")) == ["named"]
-        assert loaded(driver.change("builtin")) == ["builtin"]
-        (weights,) = (flux / "transformer").glob("*.safetensors")
-        weights.write_bytes(weights.read_bytes()[:-100])
-        answer = driver.change("named")
-        failed(answer, "failure", f"named/transformer/{weights.name}")
-        assert str(flux) not in str(answer)
-        assert np.array_equal(image(driver.ask(CAT)), first)
-        failed(driver.change(unload=("none",)), "mistake", "model none is not known")
-
-        # none at all
-        assert loaded(driver.change(unload=("builtin",))) == []
-        failed(driver.ask(CAT), "mistake", "is not loaded")
-        assert loaded(driver.change("builtin")) == ["builtin"]
-        assert np.array_equal(image(driver.ask(CAT)), first)
-        assert driver.finish() == 0
-
-
-@dataclass(frozen=True)
-class Known:
-    """What `Models` reads of a `CheckedModel`."""
-
-    name: str
-    memory: int = 1
-    kept: int = 0
-    room: float | None = None
-
-
-def test_a_model_that_is_not_finite_does_not_stay_and_one_that_cannot_come_back_ends_the_ranks() -> None:
-    broken = {"nan"}
-
-    def warm(name: str) -> None:
-        if name in broken:
-            raise FloatingPointError("not finite")
-
-    def load(model: Any, facts: object) -> Any:
-        return SimpleNamespace(facts=model.name, close=lambda: None, limit=lambda *how: None)
-
-    known: Any = [Known("good"), Known("nan")]
-    models = Models(known, 9, 1, True, load)
-    models.start(["good"], warm)
-    with pytest.raises(LoadError, match="not finite"):
-        models.change(["nan"], (), warm)
-    assert models.use("good")
-    broken.add("good")
-    with pytest.raises(RuntimeError, match="the models before do not load again: not finite"):
-        models.change(["nan"], (), warm)

@@ -58,7 +58,7 @@ COMMON: dict[str, Any] = {
 }
 FACTS: dict[str, dict[str, Any]] = {
     "toy": {"loras": ("style", "lines"), "sizes": (SIZE, (24, 40)), "latent_pixels": 8},
-    "other": {},
+    "other": {"loads": ((100, 0.1),), "limit": 4_000_000, "beside": 1_000_000},
     "editor": {
         "takes": {
             "text": Takes({"strength": "it changes an input image"}),

@@ -16,6 +16,7 @@ from seqpar.serve.api.jobs import ImageMade, PreviewMade, ServerJob, Stepped
 from seqpar.serve.api.replica import RanksEndedError
 from seqpar.serve.api.state import ApiServer
 from seqpar.serve.messages import Answer, Change, Failed, ImageRequest, ImageResult, Partial, Step, VideoResult
+from seqpar.serve.rules import fills
 
 ATTEMPTS = 2  # at an image whose request ended all ranks
 
@@ -82,17 +83,25 @@ class Dispatch:
                 files.create_task(self._encode(job, index, request, answer))
 
     async def _swap(self, job: ServerJob, request: ImageRequest) -> None:
-        """Load the model of a job if it is not loaded; the job waits. ProblemError if it is not loaded then."""
-        model, begun = self.server.replica.model(request.model), time.monotonic()
-        if model is None or model.loaded:
-            return
-        if not self.server.args.swap:  # it was loaded when the job came
-            raise not_loaded(self.server, model)
-        failed = await change(self.server, Change(request.id, (model.name,)))
-        if failed is not None:
-            text = f"model {model.name} did not load; use another one, or ask the operator, whose log has the reason"
-            raise refused(503, "model_not_loaded", text, x_should_retry="false")
-        job.parts_s["swap"] = time.monotonic() - begun
+        """Load the model of a job if it is not loaded, and unload others whose memory it needs; the job waits.
+
+        ProblemError if it is not loaded then.
+        """
+        begun = time.monotonic()
+        while (model := self.server.replica.model(request.model)) is not None:
+            others = [other.name for other in self.server.facts.models if other.loaded and other.name != model.name]
+            leave = others if fills(model, request) else []  # known anew when it is loaded beside them
+            if model.loaded and not leave:
+                return
+            if not self.server.args.swap:  # it was loaded when the job came
+                raise not_loaded(self.server, model)
+            failed = await change(self.server, Change(request.id, (model.name,), tuple(leave)))
+            if failed is not None:
+                text = (
+                    f"model {model.name} did not load; use another one, or ask the operator, whose log has the reason"
+                )
+                raise refused(503, "model_not_loaded", text, x_should_retry="false")
+            job.parts_s["swap"] = time.monotonic() - begun
 
     async def _answer(self, job: ServerJob, request: ImageRequest, files: asyncio.TaskGroup) -> Answer:
         """The ranks' answer to a request. If the job ends before, the request is cancelled on the ranks."""

@@ -68,9 +68,9 @@ JobEvent = Literal["moved", "ended"] | Stepped | PreviewMade | ImageMade
 class JobSpec:
     """What a client requests. request: of the first image, without an id. steps: per image.
 
-    step_s: predicted seconds per step of the model's own size and frames; work: of this request, in those. fps: frames
-    per second of a video, None for images. pixels: the file with the pixels of the input images, until the job has
-    ended.
+    step_s: predicted seconds per step of the model's own size, frames and guidance; work: pixels of this request in
+    those of the model; ratio: `rules.step_ratio`. fps: frames per second of a video, None for images. pixels: the file
+    with the pixels of the input images, until the job has ended.
     """
 
     request: ImageRequest
@@ -83,13 +83,14 @@ class JobSpec:
     how: Format = field(default_factory=Format)
     fps: float | None = None
     work: float = 1.0
+    ratio: float = 1.0
 
     @property
     def form(self) -> tuple[Any, ...]:
         """What the seconds of a step depend on: requests of the same form take the same time."""
         it = self.request
         negative = it.true_guidance is not None and it.true_guidance > 1, it.negative_prompt is not None
-        guided = it.guidance is not None and it.guidance <= 1, *negative
+        guided = it.guidance is not None and it.guidance <= 1, self.ratio, *negative
         images = it.controlnet, *((image.height, image.width) for image in it.inputs)
         images = *images, it.latents and it.latents.shape, it.returns
         return it.model, it.size, it.frames, images, it.strength, guided, it.scheduler, it.preset
@@ -169,7 +170,7 @@ class Speeds:
         rest = sum(parts_s.values()) - stepping
         for form in (spec.form, spec.request.model):
             times = self._measured.pop(form, None) or deque(maxlen=MEASURED)
-            times.append((stepping / max(1, steps) / spec.work, rest / spec.work))
+            times.append((stepping / max(1, steps) / spec.work / spec.ratio, rest / spec.work))
             self._measured[form] = times
         while len(self._measured) > MOST_FORMS:
             del self._measured[next(iter(self._measured))]  # measured longest ago
@@ -178,7 +179,8 @@ class Speeds:
         """Seconds of a request with so many steps."""
         alike = self._measured.get(spec.form) or self._measured.get(spec.request.model)
         times = alike or [(spec.step_s, 0.0)]
-        return spec.work * (fmean(step for step, _ in times) * steps + fmean(rest for _, rest in times))
+        step_s, rest_s = spec.ratio * fmean(step for step, _ in times), fmean(rest for _, rest in times)
+        return spec.work * (step_s * steps + rest_s)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ is the same with and without it, and refused where it is not.
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 from base64 import b64decode
@@ -37,7 +36,7 @@ from seqpar.serve.api.errors import ProblemError, of_validation, refused, short
 from seqpar.serve.api.jobs import JobSpec
 from seqpar.serve.api.keys import Priority
 from seqpar.serve.messages import MOST_STEPS, ImageRequest, ServedModel, VideoFacts, size_of
-from seqpar.serve.rules import MOST_SIDE, nearest_frames
+from seqpar.serve.rules import MOST_SIDE, nearest_frames, pixels_of, step_ratio
 
 MOST_SEED = 2**63 - 1
 DATA = re.compile("data:image/(png|jpe?g|webp);base64,")
@@ -256,7 +255,8 @@ class CommonFields(BaseModel):
         )
         own = model.steps if self.steps is None else self.steps
         steps = len(self.sigmas) or model.presets.get(self.preset or "", own)
-        return JobSpec(request, self.priority, steps, model.step_s, deadline_s, inputs.file, work=_work(request, model))
+        work = {"work": _work(request, model), "ratio": step_ratio(model, request)}
+        return JobSpec(request, self.priority, steps, model.step_s, deadline_s, inputs.file, **work)
 
 
 class Generation(CommonFields):
@@ -389,9 +389,8 @@ class VideoRequest(CommonFields):
 
 def _work(request: ImageRequest, model: ServedModel) -> float:
     """The pixels of all frames of a request, relative to the model's own size and frames."""
-    own = math.prod(model.size) * (1 if model.video is None else model.video.frames)
-    frames = 1 if model.video is None else request.frames or model.video.frames
-    return math.prod(request.size or model.size) * frames / own if own else 1.0
+    own = pixels_of(model, ImageRequest("", model.name, ""))
+    return pixels_of(model, request) / own if own else 1.0
 
 
 # forms ---------------------------------------------------------------------------------------------------------------

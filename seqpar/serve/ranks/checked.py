@@ -44,6 +44,11 @@ POWERS, HALVED = range(-6, 16), 5  # of the area of sizes that are predicted; th
 FEW_STEPS = range(1, 6)  # some schedulers make no fewer than the last
 TAKES_NO = re.compile(r"takes no \w+$")
 TRIED = {"negative_prompt": "a", "guidance": 2.0, "true_guidance": 2.0, "strength": 0.5, "fps": 24}  # fields alone
+GUIDED: Mapping[str, Mapping[str, Any]] = {  # names of `ServedModel.ratios`
+    "guidance off": {"guidance": 1.0},
+    "guidance on": {"guidance": 2.0},
+    "true guidance": {"true_guidance": 2.0, "negative_prompt": "a"},
+}
 FLAG = re.compile(r"--([a-z][a-z-]*)")
 FIELDS = {"negative": "negative_prompt", "classes": "prompt"}  # flags of `seqpar sample` with another name in the API
 SUFFIX = ".safetensors"
@@ -54,7 +59,8 @@ LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class CheckedModel:
     """A model without weights. name: in requests. example: the job of a request that leaves everything to the model.
 
-    room: GiB per rank for this model and its run, None before it is known.
+    room: GiB per rank for this model and its run, None before it is known. alone: those that it has when the models
+    beside it leave for a request, None where they do not.
     """
 
     name: str
@@ -66,6 +72,7 @@ class CheckedModel:
     precision: Precision | None = None
     video: VideoFacts | None = None
     room: float | None = None
+    alone: float | None = None
 
     @staticmethod
     def of(
@@ -81,10 +88,10 @@ class CheckedModel:
     ) -> CheckedModel:
         """Find, check and plan a model. loras: all of the server. Collective; the same ValueError on every rank."""
         source = ranks.on_all_ranks(lambda: find(name).having(controls))
-        prompts = () if source.takes == "classes" else ("a",)
+        shown: Any = {"classes": ("0",)} if source.takes == "classes" else {"prompts": ("a",)}  # one image at a time
         images, mask = example_images(source.needs_image), EXAMPLE_MASK if source.needs_mask else None
         kept: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
-        request = GenerationRequest(name, dtype, prompts=prompts, images=images, mask=mask, **kept)
+        request = GenerationRequest(name, dtype, **shown, images=images, mask=mask, **kept)
         ranks.on_all_ranks(lambda: request.check_precision(ranks.device))
         example = ranks.on_all_ranks(lambda: _runnable(source.check(request)))
         video = ranks.on_all_ranks(lambda: _video_facts(example))
@@ -189,7 +196,9 @@ class CheckedModel:
             },
             self.controlnets,
             self._takes(),
-            *self._loads(size, unit),
+            *self._loads(size, unit, self.room if self.alone is None else self.alone),
+            beside=None if self.alone is None else self._loads(size, unit, self.room)[1],
+            ratios=self._ratios(),
             min_psnr=self.example.request.min_psnr,
             latent_pixels=latent_pixels(source) if video is None else None,
         )
@@ -243,8 +252,28 @@ class CheckedModel:
         reason = (text.partition(f"--model {self.name}: ")[2] or text).partition(";")[0]
         return "" if TAKES_NO.search(reason) else in_fields(reason)
 
-    def _loads(self, size: tuple[int, int], unit: int) -> tuple[tuple[tuple[int, float], ...], int | None]:
-        """`ServedModel.loads` and `limit`, of sizes in the default's shape whose area doubles."""
+    def _ratios(self) -> dict[str, float]:
+        """`ServedModel.ratios`, at the example's size."""
+        ranking = self.plan.ranking
+
+        def step_ms(fields: Mapping[str, Any]) -> float | None:
+            try:
+                order = self._order(ImageRequest("", self.name, self.prompt, **fields), self.input_images)
+                return predict(ranking.work, self.source.check(order).load, self.plan.layout, ranking.rates).ms
+            except ValueError:  # the model does not take the fields
+                return None
+
+        known = self.example.why_not_planned is None
+        if not (known and (own_ms := step_ms({}))):
+            return {}
+        found = {name: step_ms(fields) for name, fields in GUIDED.items()}
+        found |= {name: step_ms({"preset": name}) for name in self.source.presets}
+        return {name: ms / own_ms for name, ms in found.items() if ms}
+
+    def _loads(
+        self, size: tuple[int, int], unit: int, room: float | None
+    ) -> tuple[tuple[tuple[int, float], ...], int | None]:
+        """`ServedModel.loads` and `limit`, of sizes in the default's shape whose area doubles. room: GiB per rank."""
         ranking, frames = self.plan.ranking, 1 if self.video is None else self.video.frames
 
         def run(power: float) -> tuple[int, float, bool]:
@@ -252,7 +281,7 @@ class CheckedModel:
             height, width = (max(unit, round(side * 2 ** (power / 2) / unit) * unit) for side in size)
             order = self._order(ImageRequest("", self.name, self.prompt, size=(height, width)), self.input_images)
             step = predict(ranking.work, self.source.check(order).load, self.plan.layout, ranking.rates)
-            return height * width * frames, step.ms / 1e3, step.too_big(self.room) is None
+            return height * width * frames, step.ms / 1e3, step.too_big(room) is None
 
         loads = list[tuple[int, float]]()
         if not all(size) or self.example.why_not_planned is not None:

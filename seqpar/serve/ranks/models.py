@@ -148,7 +148,9 @@ class Models:
     def _limited(self, name: str, names: Sequence[str]) -> CheckedModel:
         """A model with the room that it has beside others. names: the loaded ones, with this one."""
         model = self._known[name]
-        return replace(model, room=(self._memory - self._needed(names) + model.memory - model.kept) / GIB)
+        alone = (self._memory - model.kept) / GIB
+        room = alone - (self._needed(names) - model.memory) / GIB
+        return replace(model, room=room, alone=alone if self._swaps else None)
 
     def _facts_of(self, name: str) -> ServedModel:
         if name in self._loaded:

@@ -88,13 +88,18 @@ class Boundary:
 
     inputs: parameter name of its forward -> cut. outputs and gathers: index among its outputs -> cut or gather; a
     tensor that is no tuple has index 0. numbers: inputs that the transformer makes on the host, of one number; they are
-    made on the device, because no CUDA graph could copy them there. grouped: what reads tokens by groups.
+    made on the device, because no CUDA graph could copy them there. on_device: whether the submodule makes its tensors
+    on the host, of no tensor's values; they are made on the device, too. constants: attributes of the submodule that
+    hold tensors, or lists of them, and are no buffers; they are moved to the device once. grouped: what reads tokens by
+    groups.
     """
 
     inputs: Mapping[str, Cutting] = field(default_factory=dict)
     outputs: Mapping[int, Cutting] = field(default_factory=dict)
     gathers: Mapping[int, GatherTokens] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
+    on_device: bool = False
+    constants: tuple[str, ...] = ()
     grouped: Grouped | None = None
 
 

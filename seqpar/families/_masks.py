@@ -134,7 +134,7 @@ def shorten(call: Prepared, name: str, text: str, least: int = 0, places: Callab
         call.cut(**{key: call.arguments[key][:, :tokens] for key in (name, text)})
     elif 0 <= tokens < total:
         x = call.arguments[text]
-        order_Bl = (mask != 0).byte().argsort(dim=1, descending=True, stable=True)[:, :tokens]  # valid tokens first
+        order_Bl = valid_first(mask)[:, :tokens]
         like_text = order_Bl.view(*order_Bl.shape, *[1] * (x.dim() - 2)).to(x.device)
         call.cut(**{name: mask.take_along_dim(order_Bl, dim=1), text: x.take_along_dim(like_text, dim=1)})
     return full
@@ -197,3 +197,8 @@ def first_keys(mask_BL: Tensor) -> Tensor:
     """Return a mask of as many first keys as a mask has tokens, (B, L) bool."""
     places = torch.arange(mask_BL.shape[1], device=mask_BL.device)
     return places < mask_BL.sum(dim=1, dtype=torch.int)[:, None]
+
+
+def valid_first(mask_BL: Tensor) -> Tensor:
+    """Return in which order (B, L) the valid tokens come first, and all others behind them, both in their own order."""
+    return (mask_BL != 0).byte().argsort(dim=1, descending=True, stable=True)

@@ -16,7 +16,10 @@ PLACES = {
     "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
     "proj_out": OUT,
 }
-ROTARY = {"transformer_blocks.*": Boundary(inputs={"image_rotary_emb": CutTokens("image", dim=0)})}
+ROTARY = {
+    "rope": Boundary(on_device=True),
+    "transformer_blocks.*": Boundary(inputs={"image_rotary_emb": CutTokens("image", dim=0)}),
+}
 JOINT = {"transformer_blocks.*.attn1": TEXT_IMAGE}
 ADDS = {"attention_mask": "it adds 1 to the scores of some pairs of tokens"}
 

@@ -9,7 +9,7 @@ from seqpar.families._tiny import Tiny
 
 ROWS = CutTokens("image", dim=0)
 PLACES = {
-    "rope_embedding": Boundary(outputs={0: ROWS, 1: ROWS}),
+    "rope_embedding": Boundary(outputs={0: ROWS, 1: ROWS}, on_device=True),
     "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
     "proj_out": OUT,
 }

@@ -12,10 +12,12 @@ from seqpar.families import Pipelines, Published
 from seqpar.families._cuts import IMAGE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint
 from seqpar.families._masks import Keys, Prepared
 from seqpar.families._tiny import Tiny
+from seqpar.types.protocols import from_patches
 
 
 def _glm_image() -> Cuts:
     places = {
+        "rope": Boundary(on_device=True),
         "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
         "transformer_blocks.*": Boundary(inputs={"image_rotary_emb": CutTokens("image", dim=0)}),
         "proj_out": OUT,
@@ -26,9 +28,27 @@ def _glm_image() -> Cuts:
         prepare=_prepare,
         keys=_keys,
         refused={"attention_mask": "it adds 1 to the scores of some pairs of tokens"},
-        why_eager=lambda module: "it picks the tokens that it drops by their values",
+        forward=lambda module: _forward,
         of_batch=("kv_caches",),
     )
+
+
+def _forward(module: Any, **given: Any) -> tuple[Tensor]:
+    """Return the prediction (B, C, H, W), as `GlmImageTransformer2DModel` does with the same arguments."""
+    latents, text = given["hidden_states"], module.glyph_projector(given["encoder_hidden_states"])
+    rotary = given.get("image_rotary_emb")
+    rotary = module.rope(latents) if rotary is None else rotary
+    prior = module.prior_token_embedding(given["prior_token_id"])
+    prior = prior.masked_fill(given["prior_token_drop"][..., None], 0)
+    x = module.image_projector(latents)
+    x = x + module.prior_projector(prior)
+    temb = module.time_condition_embed(given["timestep"], given["target_size"], given["crop_coords"], x.dtype)
+    caches, mask = given.get("kv_caches"), given.get("attention_mask")
+    for index, block in enumerate(module.transformer_blocks):
+        cache = None if caches is None else caches[index]
+        x, text = block(x, text, temb, rotary, mask, given.get("attention_kwargs"), kv_cache=cache)
+    size = module.config.patch_size
+    return (from_patches(module.proj_out(module.norm_out(x, temb)), (1, size, size), latents.shape[2:]),)
 
 
 def _mode(arguments: Mapping[str, Any]) -> str | None:

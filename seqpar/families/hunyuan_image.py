@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from diffusers.utils.peft_utils import apply_lora_scale
+from torch import Tensor
 
 from seqpar.families import GUIDER, Published, hunyuan_video, latents
-from seqpar.families._cuts import Cuts, StepBlocks
-from seqpar.families._masks import Keys, Prepared, first_keys, keys_of, shorten
+from seqpar.families._cuts import NOTE, Cuts, StepBlocks
+from seqpar.families._masks import Keys, Prepared, first_keys, keys_of, shorten, valid_first
 from seqpar.families._tiny import TEXT, Tiny
+from seqpar.types.protocols import from_patches
 
 TEXTS = ("encoder_attention_mask", "encoder_hidden_states"), ("encoder_attention_mask_2", "encoder_hidden_states_2")
 
 
 def _hunyuan_image() -> Cuts:
     cuts = hunyuan_video.CUTS["HunyuanVideoTransformer3DModel"]
-    return replace(cuts, prepare=_prepare, keys=_keys, why_not=lambda module: None, why_eager=_picks_by_value)
+    return replace(cuts, prepare=_prepare, keys=_keys, forward=lambda module: _forward, why_not=lambda module: None)
 
 
-def _picks_by_value(module: Any) -> str | None:
-    return "it picks the tokens of two texts by their values" if module.config.text_embed_2_dim else None
+@apply_lora_scale("attention_kwargs")
+def _forward(module: Any, **given: Any) -> tuple[Tensor]:
+    """Return the prediction (B, C, H, W), as `HunyuanImageTransformer2DModel` does with the same arguments."""
+    latents, patch = given["hidden_states"], module.config.patch_size
+    rotary = module.rope(latents)
+    times = {name: given.get(name) for name in ("guidance", "timestep_r")}
+    temb = module.time_guidance_embed(given["timestep"], **times)
+    x, text = module.x_embedder(latents), _text(module, given)
+    for block in (*module.transformer_blocks, *module.single_transformer_blocks):
+        x, text = block(x, text, temb, attention_mask=None, image_rotary_emb=rotary)
+    size = tuple(side // own * own for side, own in zip(latents.shape[2:], patch, strict=True))
+    of_video: Any = (1, *patch)[-3:]
+    return (from_patches(module.proj_out(module.norm_out(x, temb)), of_video, size),)
+
+
+def _text(module: Any, given: Mapping[str, Any]) -> Tensor:
+    """Return the text (B, L, E), in each row the valid tokens of the second text, then of the first, then padding."""
+    (name, first), (name_2, second) = TEXTS
+    text = module.context_embedder(given[first], given["timestep"], given[name].bool())
+    if module.context_embedder_2 is None or given.get(second) is None:
+        return text
+    text = torch.cat([module.context_embedder_2(given[second]), text], dim=1)
+    if given[NOTE]:  # nothing is masked
+        return text
+    order_BL = valid_first(torch.cat([given[name_2], given[name]], dim=1))
+    return text.take_along_dim(order_BL[..., None], dim=1)
 
 
 def _prepare(call: Prepared) -> None:

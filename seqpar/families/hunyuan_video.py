@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seqpar.families import GUIDER, Pipelines, Published, latents
 from seqpar.families._block import Block, BlockCall, Input, reads_next, rounding_for, unrounded
-from seqpar.families._cuts import HOME, IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, StepBlocks
+from seqpar.families._cuts import IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, StepBlocks
 from seqpar.families._double import (
     DOUBLE_EIGHT,
     PARALLEL_EIGHT,
@@ -36,7 +36,7 @@ from seqpar.families._double import (
     parallel_work,
     two_streams,
 )
-from seqpar.families._masks import Keys, Prepared, first_keys, shorten
+from seqpar.families._masks import Keys, Prepared, first_keys, shorten, valid_first
 from seqpar.families._tiny import Tiny
 from seqpar.families.mochi import MochiProcessor
 from seqpar.kernels.adaln import Norm
@@ -82,15 +82,7 @@ def _hunyuan_video15() -> Cuts:
         prepare=_prepare_15,
         keys=_keys_15,
         forward=lambda module: forward_15,
-        why_eager=_picks_by_value,
         local=REFINER,
-    )
-
-
-def _picks_by_value(module: Any) -> str | None:
-    """Return why a class that derives from diffusers' runs eagerly: its own forward computes it."""
-    return (
-        None if type(module).__module__.startswith(HOME) else "its forward may pick the tokens of texts by their values"
     )
 
 
@@ -160,9 +152,8 @@ def _text(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | N
     if arguments[NOTE]:  # nothing is masked
         return text_BLE, None
     masks_BL = _masks(arguments)
-    order = masks_BL.byte().argsort(dim=1, descending=True, stable=True)
     mask_BL = first_keys(masks_BL)
-    return text_BLE.take_along_dim(order[..., None], dim=1).masked_fill(~mask_BL[..., None], 0), mask_BL
+    return text_BLE.take_along_dim(valid_first(masks_BL)[..., None], dim=1).masked_fill(~mask_BL[..., None], 0), mask_BL
 
 
 class HunyuanVideo15Processor(MochiProcessor):

@@ -16,6 +16,7 @@ from seqpar.families._tiny import GRID, TEXT, Tiny
 def _kandinsky5() -> Cuts:
     blocks = "visual_transformer_blocks"
     places = {
+        "time_embeddings": Boundary(constants=("freqs",)),
         f"{blocks}.0": Boundary(inputs={"visual_embed": IMAGE}),
         f"{blocks}.*": Boundary(inputs={"rope": IMAGE}),
         f"{blocks}.-1": OUT,

@@ -23,7 +23,6 @@ from torch import Tensor
 from seqpar.families import Pipelines, Preset, Published, latents
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import (
-    HOME,
     IMAGE,
     OUT,
     TEXT,
@@ -52,7 +51,7 @@ def _qwen_image() -> Cuts:
     }
     joint = {"transformer_blocks.*.attn": Joint(("text", "image"), masked=True)}
     masks = {"encoder_hidden_states_mask": "text"}
-    return Cuts(places, joint, masks=masks, forward=forward_of, why_eager=_indexes_images)
+    return Cuts(places, joint, masks=masks, forward=forward_of)
 
 
 def _qwen_image21() -> Cuts:
@@ -74,12 +73,6 @@ def _before_image(arguments: dict[str, Any], note: Hashable) -> Keys:
         return Keys()
     counts = list(map(prod, arguments["img_shapes"][0]))
     return Keys(prefix=arguments["img_mask"].shape[1] + sum(counts) - sum(counts) // 4 - counts[-1])
-
-
-def _indexes_images(module: Any) -> str | None:
-    """Return why an edit model of a class that derives from diffusers' runs eagerly: its own forward computes it."""
-    own = module.config.zero_cond_t and not type(module).__module__.startswith(HOME)
-    return "its forward may copy which tokens are of reference images from the host" if own else None
 
 
 Shape = tuple[int, int, int]

@@ -600,7 +600,7 @@ class DiffusersModel:
             ("state", rounded if self.why_rounded is None else f"as the pipeline keeps it: {self.why_rounded}")
         )
         call: Any = call_of(next(iter(transformers_of(pipe).values())))
-        why_eager = "no GPU" if self.mesh.device.type == "cpu" else call.why_eager()
+        why_eager = "no GPU" if self.mesh.device.type == "cpu" else call.sharded.why_eager()
         graph = "a call of the transformer is one CUDA graph" if why_eager is None else f"none: {why_eager}"
         return [*notes, ("graph", graph)]
 

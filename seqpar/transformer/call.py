@@ -379,10 +379,6 @@ class ShardedCall:
 
     # Beside calls -------------------------------------------------------------------------------------------------
 
-    def why_eager(self) -> str | None:
-        """Return why no call can be captured as a CUDA graph, or None."""
-        return self.sharded.cuts.why_eager(self.sharded.module)
-
     def pass_boundary(self) -> None:
         """Raise CancelledError, the same on all ranks, if the run was cancelled; its deferred call is dropped."""
         if self.boundary is None:

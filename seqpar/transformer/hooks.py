@@ -14,6 +14,7 @@ from weakref import finalize, ref
 import torch
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from seqpar.families._cuts import (
     HOME,
@@ -82,6 +83,9 @@ class ShardHook(ModelHook):
             of = place.grouped
             changes += [(of.rows, partial(self._of_groups, of.stream)), (of.tokens, self._filled)]
         self._inputs = tuple((name, names.index(name), change) for name, change in changes)
+        for name in place.constants:
+            held = getattr(module, name)
+            setattr(module, name, pytree.tree_map_only(Tensor, lambda x: x.to(state.mesh.device), held))
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         changed = list(args)
@@ -120,6 +124,15 @@ class ShardHook(ModelHook):
     def retire(self) -> None:
         """Change nothing from now on; a user's forward may still call the one around which this hook was."""
         self._place, self._inputs = Boundary(), ()
+
+
+class TableHook(ShardHook):
+    """Besides, lets a submodule make on the mesh's device what it makes on the host (`Boundary.on_device`)."""
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward: Any = self.fn_ref.original_forward
+        with torch.device(self.state.mesh.device):
+            return forward(*args, **kwargs)
 
 
 class ShardedModule:
@@ -202,6 +215,12 @@ class ShardedModule:
     def foreign(self) -> ForeignCode:
         """Third-party code on the module, as it was at the last `key`."""
         return self._changes.foreign()
+
+    def why_eager(self) -> str | None:
+        """Return why no call can be captured as a CUDA graph, or None."""
+        if self.cuts.forward(self.module) is not None and not self.takes_note:
+            return f"the forward of {type(self.module).__name__} may read values on the host, or copy them from it"
+        return self.cuts.why_eager(self.module)
 
     def end_copies(self) -> None:
         """Compute adapters by their own layers from now on; collective, if one of the ranks lacks memory."""
@@ -297,7 +316,8 @@ class ShardedModule:
             return
         _unhook(self._hooked)
         for part, path in places:
-            hook = ShardHook(self.state, self.cuts.places[path], path, part)
+            place = self.cuts.places[path]
+            hook = (TableHook if place.on_device else ShardHook)(self.state, place, path, part)
             HookRegistry.check_if_exists_or_initialize(part).register_hook(hook, f"{OURS} {path}")
         for inside, name in hooks:
             for part, hook in inside.items():

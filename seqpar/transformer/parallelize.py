@@ -598,7 +598,7 @@ def _capture(sharded: ShardedModule) -> Capture | None:
     mesh = sharded.state.mesh
     if mesh.device.type != "cuda":
         return None
-    reason = sharded.cuts.why_eager(sharded.module)
+    reason = sharded.why_eager()
     if reason is not None and mesh.is_main:
         say(f"calls run without CUDA graphs, because {reason}")
     return CudaCapture() if reason is None else None

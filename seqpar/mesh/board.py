@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import select
 import time
 import zlib
@@ -55,12 +56,17 @@ class Board:
 
     def read(self, rank: int) -> bytes | None:
         """Return a rank's value of this exchange, or None if it is not there yet."""
-        count, value, check = RECORD.unpack_from(self._memory, self._at(rank))
-        return value if count == self._count and zlib.crc32(value, count & 0xFFFFFFFF) == check else None
+        count, value = self._record(rank)
+        return value if count == self._count else None
 
     def passed(self) -> bool:
         """Return whether a rank gave up earlier exchanges, and has written over the record of this one."""
-        return any(RECORD.unpack_from(self._memory, self._at(rank))[0] > self._count for rank in self.ranks)
+        return any(self._record(rank)[0] > self._count for rank in self.ranks)
+
+    def _record(self, rank: int) -> tuple[int, bytes]:
+        # the number of an exchange and the value; 0 for a record that is being written
+        count, value, check = RECORD.unpack_from(self._memory, self._at(rank))
+        return (count, value) if zlib.crc32(value, count & 0xFFFFFFFF) == check else (0, value)
 
     def exited(self) -> bool:
         """Return whether the process of a rank has exited."""
@@ -116,17 +122,26 @@ def nbytes_for(ranks: int) -> int:
 
 def anonymous() -> IO[bytes]:
     """Return a file in memory without a name in any folder: a rank that is killed leaves nothing behind."""
-    return os.fdopen(os.memfd_create(MEMORY), "w+b")
+    return os.fdopen(os.memfd_create(f"{MEMORY}-{secrets.token_hex(8)}"), "w+b")
+
+
+def name_of(file: IO[bytes]) -> str:
+    """Return the name by which other ranks open a file of `anonymous`, with a random part of that file alone."""
+    path = f"{os.getpid()}/fd/{file.fileno()}"
+    return f"{path}/{os.readlink(f'/proc/{path}').partition('-')[2][:16]}"
 
 
 def path_of(name: str) -> str:
     """Return the path of a rank's shared memory by the name that it sent; raises LostRankError for any other file.
 
-    This rank writes to the file, and another process in the place of a rank could send any path of this user.
+    This rank writes to the file. Another process in the place of a rank could send any path of this user; and in
+    another container the same process number is another rank's, perhaps of another job.
     """
-    if re.fullmatch(r"\d{1,9}/fd/\d{1,9}", name):
-        path, process = f"/proc/{name}", f"/proc/{name.partition('/')[0]}"
+    if (parts := re.fullmatch(r"(\d{1,9})(/fd/\d{1,9})/([0-9a-f]{16})", name)) is not None:
+        process, descriptor, token = parts.groups()
+        path = f"/proc/{process}{descriptor}"
         with suppress(OSError):
-            if os.stat(process).st_uid == os.geteuid() and os.readlink(path).startswith(f"/memfd:{MEMORY} "):
+            is_own = os.stat(f"/proc/{process}").st_uid == os.geteuid()
+            if is_own and os.readlink(path).startswith(f"/memfd:{MEMORY}-{token} "):
                 return path
     raise LostRankError(f"{name[:60]!r} is not shared memory of a rank of this user; {WHO}")

@@ -21,7 +21,7 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 
-from seqpar.mesh.board import ROOM, SIZE, Board, anonymous, nbytes_for, path_of
+from seqpar.mesh.board import ROOM, SIZE, Board, anonymous, name_of, nbytes_for, path_of
 from seqpar.mesh.errors import SMALL, SharedError, decode_all, encode, length, padded
 from seqpar.mesh.processes import boards, group_timeout, join, watch
 from seqpar.mesh.processes import close as close
@@ -269,7 +269,7 @@ def _board_of(axis: Axis, device: torch.device) -> Board | None:
             with suppress(OSError):
                 file = opened.enter_context(anonymous())
                 os.posix_fallocate(file.fileno(), 0, size)
-                path = f"{os.getpid()}/fd/{file.fileno()}"
+                path = name_of(file)
         path = collected(axis, device, path, str)[0]
         with suppress(OSError, LostRankError), open(path_of(path), "r+b") as shared:  # or a container hides rank 0
             memory = memoryview(mmap.mmap(shared.fileno(), size))

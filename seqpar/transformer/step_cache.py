@@ -18,7 +18,7 @@ Source: the idea of DBCache (cache-dit) and FirstBlockCache (ParaAttention); Tay
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -157,6 +157,13 @@ def completed(options: StepCache, module: nn.Module) -> tuple[StepCache, StepBlo
     return options, of
 
 
+def check_blocks_for(options: StepCache | None, modules: Iterable[nn.Module]) -> None:
+    """Raise ValueError if one of the transformers cannot have this step cache."""
+    if options is not None:
+        for module in modules:
+            completed(options, module)
+
+
 def _blocks(options: StepCache, of: StepBlocks, module: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
     blocks = [(part, names) for path, names in of.lists.items() for part in submodules(module, f"{path}.*?")]
     head = options.head or of.head
@@ -248,14 +255,22 @@ class StepCaching:
             self._now = self.home = None
             return None
         cfg, branches = self._state.mesh.cfg, [self._branch(kind, ordinal) for kind, ordinal in calls]
+        if len({*branches}) < len(branches):  # one branch cannot have the residuals of two calls
+            branches[0].restart()
+            self._now = self.home = None
+            return None
         for home, branch in enumerate(branches if len(branches) > 1 else ()):
             if branch.home not in (None, home):
                 branch.restart()
             branch.home = home
         self._beside, self._now = branches, branches[cfg.rank if len(branches) > 1 else 0]
+        if len(branches) == 1 and not self._now.computed:
+            self._now.home = None  # both halves compute this step, and have what it leaves
         self.home = self._now.home if len(branches) == 1 and cfg.size > 1 and not split else None
         self._decided = None
-        return self._now.number, len(branches)  # a lone call has a graph of its own, as both halves warm up together
+        # a lone call has graphs of its own: both halves warm up together, and take part in the decision if both have
+        # the residuals
+        return self._now.number, len(branches), self.home
 
     def _branch(self, kind: Hashable, ordinal: int) -> _Branch:
         if (branch := self._branches.get((kind, ordinal))) is None:
@@ -288,7 +303,7 @@ class StepCaching:
     def begin(self, mark: Hashable, arguments: Mapping[str, Any]) -> None:
         """Begin a call's computation. mark: what `enter` returned; None computes all blocks. arguments: whole."""
         branch, self._run, self._skips = self._now, None, False
-        if mark is None or branch is None or mark != (branch.number, len(self._beside)):
+        if mark is None or branch is None or mark != (branch.number, len(self._beside), self.home):
             return
         text, time = self.text_of(arguments), arguments[self._of.time]
         bits = _bits(text) if text is not None else branch.seen.new_zeros(1)

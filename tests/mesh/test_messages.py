@@ -171,7 +171,7 @@ def overwritten(rank: int, world: int, device: torch.device, victim: Path) -> st
     mesh = Mesh.from_env(device=device)
     if rank == 1:
         with victim.open("r+b") as file:
-            name = f"{os.getpid()}/fd/{file.fileno()}"
+            name = f"{os.getpid()}/fd/{file.fileno()}/{'0' * 16}"
             box = padded(encode((name, None), tuple[str, str | None]), SMALL)
             gathered(mesh.world, device, box, "strange")
         return ""

@@ -104,10 +104,12 @@ def loop(
     times: Sequence[float] = (),
     shift: float = 0.0,
     guided: str = "1",
+    named: bool = True,
 ) -> list[Tensor]:
     """Return the first result of each call of a loop with guidance.
 
     guided: "1" for each step with guidance, and "0" for each other one; it repeats.
+    named: whether the loop names its branches, if the transformer can.
     begin: called before each call. times: factors of the timestep. shift: of the texts, by which they are others.
     """
     given, made, result = tiny.arguments(device), list[Tensor](), torch.empty(0)
@@ -122,7 +124,7 @@ def loop(
                 begin(step, branch)
                 if text in given:
                     given[text] = texts[branch]
-                named = hasattr(module, "cache_context")
+                named = named and hasattr(module, "cache_context")
                 with module.cache_context("uncond" if branch else "cond") if named else nullcontext():
                     result = flat(module(**{**given, name: latents}, return_dict=False))[0]
                 results.append(result)
@@ -240,6 +242,67 @@ def test_exact_mode_has_one_ranks_bits_with_a_step_cache(cpu_ranks: Pool, kind: 
         assert all(map(torch.equal, results, wanted))
 
 
+def guided_and_not(rank: int, world: int, device: torch.device, cfg: int) -> Any:
+    tiny = tiny_of("FluxTransformer2DModel")
+    module = tiny.build().to(device)
+    seqpar.parallelize(module, make_mesh(device, cfg=cfg), cache=CHANGES)
+    call = call_of(module)
+    assert call is not None
+    steps: Any = call.steps
+    runs, marks = list[Any](), list[tuple[Any, int | None]]()
+    enter = steps.enter
+
+    def noted(*args: Any) -> Any:
+        mark = enter(*args)
+        marks.append((mark, steps.home))
+        return mark
+
+    steps.enter = noted
+    for guided, shift in (("0", 0.0), ("11100000", 0.0), ("00011100", 0.5), ("0", 0.5)):
+        call.reset()
+        made = loop(tiny, module, device, guided=guided, shift=shift)
+        runs.append(([x.cpu() for x in made], [step.computed for step in steps.log], marks.copy()))
+        marks.clear()
+    return runs
+
+
+def test_runs_with_guidance_and_without_decide_as_one_rank(ranks: Pool) -> None:
+    alone = guided_and_not(0, 1, torch.device(ranks.device), 1)
+    for runs in ranks.run(2, guided_and_not, 2):
+        for (made, log, _), (wanted, wanted_log, _) in zip(runs, alone, strict=True):
+            assert log == wanted_log
+            assert max(float((x - y).abs().max()) for x, y in zip(made, wanted, strict=True)) <= TOLERANCE
+        *_, last = (marks for _, _, marks in runs)
+        assert {home for _, home in last} == {None}  # both halves have the residuals: they exchange no results
+        homes = {(mark, home) for _, _, marks in runs for mark, home in marks}
+        assert len(homes) == len({mark for mark, _ in homes})  # a graph is captured for one half, or for both
+
+
+def one_name(rank: int, world: int, device: torch.device) -> Any:
+    tiny = tiny_of("FluxTransformer2DModel")
+    module: Any = tiny.build().to(device)
+    given, made = tiny.arguments(device), list[Tensor]()
+    if world > 1:
+        seqpar.parallelize(module, make_mesh(device, cfg=2), cache=StepCache(threshold=10.0, warmup=1, most=9))
+    call = call_of(module)
+    with torch.no_grad(), StayDouble():
+        for step in range(5):
+            calls = list[Any]()
+            for shift in (0.0, 0.5):
+                changed = {"timestep": given["timestep"] * 0.9**step, "hidden_states": given["hidden_states"] + shift}
+                with module.cache_context("cond"):
+                    calls.append(flat(module(**given | changed, return_dict=False))[0])
+            made += [x.clone() for x in calls]
+    return made, call.steps.counted if call and call.steps else None
+
+
+def test_two_calls_of_a_step_with_one_name_are_computed_and_not_counted(ranks: Pool) -> None:
+    alone, _ = one_name(0, 1, torch.device(ranks.device))
+    for made, counted in ranks.run(2, one_name):
+        assert counted == [3, 4]  # of two steps, whose calls are not yet computed beside each other
+        assert max(float((x - y).abs().max()) for x, y in zip(made[4:], alone[4:], strict=True)) <= TOLERANCE
+
+
 # Runs -------------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +312,7 @@ def two_runs(rank: int, world: int, device: torch.device, second: str) -> tuple[
     seqpar.parallelize(module, make_mesh(device, cfg=1), cache=options)
     call = call_of(module)
     assert call is not None
-    run = partial(loop, tiny, module, device)
+    run = partial(loop, tiny, module, device, named=second != "two branches without names")
     # a run that ends early, and then another one that nothing announces
     times = (0.1, 0.2, 0.3, 0.4) if second == "timesteps that grow" else (1.0, 0.9, 0.8, 0.7)
     run(steps=3, times=times)
@@ -262,7 +325,7 @@ def two_runs(rank: int, world: int, device: torch.device, second: str) -> tuple[
         with pytest.raises(CancelledError):
             module(**tiny.arguments(device))
         call.boundary = None
-    if second == "the end of a pipeline":
+    if second in ("the end of a pipeline", "two branches without names"):  # whose texts have other addresses
         module._reset_stateful_cache()
     if second in ("another text", "a cancel", "the end of a pipeline"):
         times = (0.75, 0.7, 0.6, 0.5)  # as if the first run went on

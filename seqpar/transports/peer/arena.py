@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.kernels._triton import triton
-from seqpar.mesh.board import anonymous, path_of
+from seqpar.mesh.board import anonymous, name_of, path_of
 from seqpar.mesh.inputs import collect_on_axis
 from seqpar.mesh.mesh import Axis
 
@@ -170,7 +170,7 @@ def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
         try:
             # a file without a name in any folder: a rank that is killed here leaves nothing behind
             file = opened.enter_context(anonymous())
-            name = f"{os.getpid()}/fd/{file.fileno()}"
+            name = name_of(file)
             os.posix_fallocate(file.fileno(), 0, nbytes)  # a write that finds no memory would kill the process
         except OSError as failed:
             error = f"cannot allocate {nbytes} bytes of shared memory: {failed.strerror or failed}"

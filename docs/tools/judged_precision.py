@@ -25,7 +25,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.loading.names import NAMES
-from seqpar.transformer.parallelize import computed_by, computed_steps
+from seqpar.transformer.lossy import computed_by, computed_steps
 from seqpar.types.flags import parsed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

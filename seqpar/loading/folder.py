@@ -111,18 +111,22 @@ class PipelineParts:
     @property
     def models(self) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         """Return class and config of each transformer, by their names."""
-        configs = {name: (type(model), model.config) for name, model in self.other_transformers.items()}
-        return {self.main: (_transformer(self.index), self.config), **configs}
+        others = {name: (type(model), model.config) for name, model in self._others.items()}
+        return {self.main: (_transformer(self.index), self.config), **others}
 
     @property
-    def other_transformers(self) -> dict[str, Any]:
-        """Return the transformers besides the first, without memory for weights, by their names."""
+    def transformers(self) -> dict[str, Any]:
+        """Return all transformers, without memory for weights, by their names; the first is `transformer`."""
+        return {self.main: self.transformer, **self._others}
+
+    @property
+    def _others(self) -> dict[str, Any]:
         return {name: self.fitted[name].model for name in NAMES if name in self.fitted and name != self.main}
 
     @property
     def take_turns(self) -> bool:
         """Whether there are several transformers, of which each step calls one, so that they can be parked."""
-        return bool(self.other_transformers) and UNCONDITIONAL not in self.other_transformers
+        return bool(self._others) and UNCONDITIONAL not in self._others
 
     @cached_property
     def transformer(self) -> Any:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -21,22 +21,13 @@ from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
 from seqpar.families import Preset
-from seqpar.families._find import (
-    gives_sigmas,
-    is_distilled,
-    is_guided,
-    needs_picture,
-    pairs_calls,
-    presets,
-    stored_in_8_bits,
-    why_no_preset,
-)
+from seqpar.families._find import gives_sigmas, needs_picture, pairs_calls, presets, stored_in_8_bits
 from seqpar.families._modular import called, hide_bars, is_modular, parameters_of, set_scale, stepping
 from seqpar.loading import lora as _lora
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.checkpoint import Fitted
 from seqpar.loading.encoders import at_first_call, forget_encoders
-from seqpar.loading.errors import context, loop_context
+from seqpar.loading.errors import loop_context
 from seqpar.loading.folder import PipelineParts, parts_of_folder, parts_of_random
 from seqpar.loading.lora import Lora
 from seqpar.loading.names import RandomModel
@@ -64,21 +55,21 @@ from seqpar.pipelines.arguments import (
     shown_image,
     taking_images,
 )
+from seqpar.pipelines.calls import (
+    estimated,
+    loaded_control,
+    refuse_infinite,
+    refuse_latents,
+    sounds_of,
+    watched_vae,
+    with_parts_of,
+)
 from seqpar.pipelines.load import keep_fp32
 from seqpar.pipelines.own_loop import timed
 from seqpar.pipelines.pictures import Sound, digest
-from seqpar.pipelines.planning import grid_of, planned
-from seqpar.pipelines.protocol import (
-    NO_LORA,
-    Estimates,
-    Events,
-    Frames,
-    GenerationRequest,
-    Result,
-    as_text,
-    no_event,
-    scales,
-)
+from seqpar.pipelines.planning import Planned, grid_of, planned
+from seqpar.pipelines.protocol import NO_LORA, Events, Frames, GenerationRequest, Result, as_text, no_event, scales
+from seqpar.pipelines.requests import check_blocks, check_cache, check_guidance, guidance_of, preset_of, with_preset
 from seqpar.planner.plan import Plan, is_lossy, settled
 from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files
@@ -86,13 +77,13 @@ from seqpar.transformer.attention8 import check_counts
 from seqpar.transformer.blocks import expected
 from seqpar.transformer.budget import Budget, budgeted
 from seqpar.transformer.calibration import PROMPTS, Calibration, FixedRun, calibrated, fixed_run, why_no_blocks, why_not
-from seqpar.transformer.parallelize import call_of, calls_of, computed_steps, parallelize, passing
-from seqpar.transformer.step_cache import StepCache, completed, step_cache
+from seqpar.transformer.lossy import computed_steps
+from seqpar.transformer.parallelize import call_of, calls_of, parallelize, passing
+from seqpar.transformer.step_cache import step_cache
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
 from seqpar.types.say import say
 from seqpar.vae.pipeline import VaeMode
-from seqpar.vae.shared import looked_at
 from seqpar.vae.strips import DecodeMode
 
 SIDES = ("height", "width")
@@ -138,6 +129,8 @@ class Source:
         if isinstance(parts.source, RandomModel):
             request.refuse(NO_LORA, lora=request.loras)
             request.refuse("errors are measured with trained weights", min_psnr=request.min_psnr)
+
+        # what the call of the pipeline's class takes
         kind = taking_images(request, parts.caller, parts.index)
         if request.control is not None:
             check_control(kind, self.controls.get(request.control.name), parts.config)
@@ -148,58 +141,56 @@ class Source:
             check_limits(request, parts.caller)
         check_frames(request, kind.__name__, frames_of(parameters, parts))
         embeds = bool(parts.config.get("guidance_embeds"))
-        preset = _preset(request, kind.__name__, parts.index)
-        if (
-            preset is not None
-            and "guidance_scale" in preset.arguments
-            and "true_cfg_scale" in parameters
-            and not embeds
-        ):
-            request.refuse("it sets guidance as an input, which this transformer does not take", preset=request.preset)
-        request = request if preset is None else _with_preset(request, preset)
-        arguments = {} if preset is None else dict(preset.arguments)
+        preset = preset_of(request, kind.__name__, parts.index)
+        arguments = dict[str, Any]()
+        if preset is not None:
+            check_guidance(request, preset, parameters, embeds)
+            request, arguments = with_preset(request, preset), dict(preset.arguments)
         arguments |= arguments_of(request, kind.__name__, parameters, embeds)
-        _check_precision(request, parts, why_no_blocks)
-        _check_cache(request, parts)
-        request = replace(request, loras=_lora.check(request.loras, kind, parts.models))
-        guidance, embedded = _guidance(request, parts, parameters)
 
-        # the planner's view
-        grid = grid_of(parts.transformer.config, parts.vae)
-        if (
-            grid is not None
-            and request.size is not None
-            and "use_resolution_binning" not in parameters
-            and not makes_videos(parameters)
-        ):
+        # what its transformers compute
+        check_blocks(request, parts, why_no_blocks)
+        check_cache(request, parts)
+        request = replace(request, loras=_lora.check(request.loras, kind, parts.models))
+        guidance, embedded = guidance_of(request, parts, parameters)
+
+        # the planner's view, and steps that it does not see
+        run = self._planned(request, parameters, guidance)
+        if run.pixels is not None and "height" in parameters and not makes_videos(parameters):
+            arguments |= dict(zip(SIDES, run.pixels, strict=True))
+        self._check_steps(request, kind.__name__, preset, run.load.tokens)
+        return DiffusersJob(kind, self, request, arguments, guidance, embedded, preset, **vars(run))
+
+    def _planned(
+        self, request: GenerationRequest, parameters: Mapping[str, inspect.Parameter], guidance: Guidance
+    ) -> Planned:
+        parts, grid = self.parts, grid_of(self.parts.transformer.config, self.parts.vae)
+        rounds = "use_resolution_binning" in parameters or makes_videos(parameters)
+        if grid is not None and request.size is not None and not rounds:
             grid.check(request.size)
         # processors of PAG read the rows of all branches; a transformer of no known family may be called once per step
         guided = guidance.on and "pag_scale" not in parameters and pairs_calls(parts.transformer)
         run = planned(parts, grid, request, parameters, guidance.on, guided)
-        held = (parts.transformer, *(() if request.park and parts.take_turns else parts.other_transformers.values()))
+        waiting = request.park and parts.take_turns
+        held = [parts.transformer] if waiting else [*parts.transformers.values()]
         whole = (*held, *(fitted.model for fitted in self.controls.values()))
-        run = replace(
-            run, load=replace(run.load, parameters=sum(x.numel() for part in whole for x in part.parameters()))
-        )
+        load = replace(run.load, parameters=sum(x.numel() for part in whole for x in part.parameters()))
         if request.precision is not None and not isinstance(parts.source, RandomModel):
             stored = (part.get_parameter(name) for part in held for name in stored_in_8_bits(part))
-            run = replace(run, load=replace(run.load, stored=sum(x.numel() for x in stored)))
-        if run.pixels is not None and "height" in parameters and not makes_videos(parameters):
-            arguments |= dict(zip(SIDES, run.pixels, strict=True))
+            load = replace(load, stored=sum(x.numel() for x in stored))
+        return replace(run, load=load)
 
-        if request.steps < 2 and _schedulers.counts_the_end(parts.scheduling):
-            raise ValueError(
-                f"got --steps {request.steps}, expected 2 or more: {kind.__name__} counts the end as a step"
-            )
-
-        if request.sigmas and (parts.scheduling is None or not _schedulers.is_flow(parts.scheduling)):
-            raise ValueError(f"sigmas are those of flow matching, which {kind.__name__} does not use; leave them out")
-        takes_sigmas = gives_sigmas(kind.__name__) and not (preset is not None and preset.sigmas)
-        if parts.scheduling is not None and (request.scheduler is not None or takes_sigmas):
-            scheduler = self.schedule(request.scheduler, request.steps, run.load.tokens, takes_sigmas)
+    def _check_steps(self, request: GenerationRequest, name: str, preset: Preset | None, tokens: int) -> None:
+        scheduling = self.parts.scheduling
+        if request.steps < 2 and _schedulers.counts_the_end(scheduling):
+            raise ValueError(f"got --steps {request.steps}, expected 2 or more: {name} counts the end as a step")
+        if request.sigmas and (scheduling is None or not _schedulers.is_flow(scheduling)):
+            raise ValueError(f"sigmas are those of flow matching, which {name} does not use; leave them out")
+        takes_sigmas = gives_sigmas(name) and not (preset is not None and preset.sigmas)
+        if scheduling is not None and (request.scheduler is not None or takes_sigmas):
+            scheduler = self.schedule(request.scheduler, request.steps, tokens, takes_sigmas)
             if request.attention_steps is not None:
                 check_counts(scheduler)
-        return DiffusersJob(kind, self, request, arguments, guidance, embedded, preset, **vars(run))
 
     def having(self, controls: Mapping[str, Fitted]) -> Source:
         fitting = dict[str, Fitted]()
@@ -221,68 +212,6 @@ class Source:
             _schedulers.check_steps(scheduler, steps)
             timed(scheduler, steps, timing=_schedulers.flow_timing(scheduler, steps, tokens))
         return scheduler
-
-
-def _preset(request: GenerationRequest, name: str, index: Mapping[str, Any]) -> Preset | None:
-    known = presets(name, index)
-    if request.sigmas:
-        request.refuse("the sigmas set the steps", preset=request.preset)
-        return Preset("sigmas", "", len(request.sigmas), sigmas=request.sigmas)
-    if request.preset not in known:
-        request.refuse(why_no_preset(name, known), preset=request.preset)
-    return known.get(request.preset or "")
-
-
-def _with_preset(request: GenerationRequest, preset: Preset) -> GenerationRequest:
-    # scales of the request's own stay
-    scale, true_scale = preset.arguments.get("guidance_scale"), preset.arguments.get("true_cfg_scale")
-    what = f"the preset {preset.name} sets" if not request.sigmas else "the sigmas set"
-    request.refuse(f"{what} it; leave one out", scheduler=request.scheduler)
-    return replace(
-        request,
-        steps=preset.steps,
-        guidance=scale if request.guidance is None else request.guidance,
-        true_guidance=true_scale if request.true_guidance is None else request.true_guidance,
-    )
-
-
-def _check_precision(request: GenerationRequest, parts: PipelineParts, why_not: Callable[[Any], str | None]) -> None:
-    # before weights load
-    if request.precision is None:
-        return
-    for module in (parts.transformer, *parts.other_transformers.values()):
-        if (reason := why_not(module)) is not None:
-            request.refuse(reason, precision=request.precision)
-
-
-def _check_cache(request: GenerationRequest, parts: PipelineParts) -> None:
-    # before weights load
-    if request.cache is None:
-        return
-    options = StepCache.of(request.cache)
-    for module in (parts.transformer, *parts.other_transformers.values()):
-        try:
-            completed(options, module)
-        except ValueError as error:
-            request.refuse(str(error), cache=request.cache)
-
-
-def _guidance(
-    request: GenerationRequest, parts: PipelineParts, parameters: Mapping[str, inspect.Parameter]
-) -> tuple[Guidance, float | None]:
-    """Return classifier-free guidance, and the scale that the transformer takes as an input, or None."""
-    scale: Any = request.guidance
-    if scale is None and "guidance_scale" in parameters:
-        scale = parameters["guidance_scale"].default
-    if is_distilled(str(parts.index["_class_name"]), parts.index):
-        request.refuse("this model is distilled: it has one branch", guidance=request.guidance)
-        scale = 1.0
-    scale = float(scale) if isinstance(scale, (int, float)) else 1.0
-    if "true_cfg_scale" in parameters:
-        return Guidance(request.true_guidance or 1.0), scale if parts.config.get("guidance_embeds") else None
-    if is_guided(parts.transformer) or "guidance_scale" not in parameters:
-        return Guidance(scale), None
-    return Guidance(1.0), scale
 
 
 @dataclass(frozen=True)
@@ -388,7 +317,7 @@ class DiffusersJob:
             return {placed: dict.fromkeys(layers, 0) for placed, layers in changed.items()}
         eight = set[str]()
         if self.request.precision is not None:
-            for name, model in {parts.main: parts.transformer, **parts.other_transformers}.items():
+            for name, model in parts.transformers.items():
                 eight |= {f"{name}.{path}" for path in stored_in_8_bits(model)}
         return {
             placed: {path: 0 if f"{path}.weight" in eight else size for path, size in layers.items()}
@@ -431,7 +360,7 @@ class DiffusersJob:
         def why_not_on_mesh(module: Any) -> str | None:
             return why_not(module, mesh.device, self.request.dtype)
 
-        mesh.on_all_ranks(lambda: _check_precision(self.request, self.source.parts, why_not_on_mesh))
+        mesh.on_all_ranks(lambda: check_blocks(self.request, self.source.parts, why_not_on_mesh))
         precision, calibrations = self.request.precision, dict[str, Calibration]()
         attention, cache = is_lossy(plan.local.name), step_cache(self.request.cache)
         least, steps, name = self.request.min_psnr, self.request.steps, self.request.model
@@ -538,12 +467,12 @@ class DiffusersJob:
         encodes = vae if self.request.images else None
         with (
             stepping(pipe, step) if modular else nullcontext(),
-            _watched_vae(encodes, "encode", lambda _: events.encode(1), lambda: events.encode(0)),
-            _watched_vae(vae, "decode", decoded, lambda: events.decode(0, self.load.images)),
+            watched_vae(encodes, "encode", lambda _: events.encode(1), lambda: events.encode(0)),
+            watched_vae(vae, "decode", decoded, lambda: events.decode(0, self.load.images)),
         ):
             result = self.call(pipe, arguments, mesh)
         results = list(result.frames if self.video else result.images)
-        sounds = _sounds(pipe, result)
+        sounds = sounds_of(pipe, result)
         refuse_infinite([bool(np.isfinite(sound.samples_CT).all()) for sound in sounds], dtype)
         if self.arguments.get("output_type") == "np":
             refuse_latents(finite, dtype)
@@ -673,92 +602,3 @@ class DiffusersModel:
             if self.why_rounded is None:
                 keep_fp32(self.pipes[key])
         return self.pipes[key]
-
-
-def loaded_control(fitted: Fitted, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a ControlNet, which every rank reads and computes whole; ValueError if it does not load."""
-    with context(f"got ControlNet {fitted.path}, which does not load"):
-        net = fitted.kind.from_pretrained(fitted.path, dtype=dtype, use_safetensors=True).to(device).eval()
-    fitted.checkpoint.check_unchanged()
-
-    def rounded(net: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        latents = given.get("hidden_states")  # in fp32 where the pipeline's state is
-        return args, given if latents is None else {**given, "hidden_states": latents.to(dtype)}
-
-    net.register_forward_pre_hook(rounded, with_kwargs=True)
-    return net
-
-
-def with_parts_of(pipe: Any, kind: Any, **more: Any) -> Any:
-    """Return a pipeline of another class with the same parts; diffusers' own `from_pipe` changes their dtypes."""
-    names = inspect.signature(kind.__init__).parameters
-    parts = {name: part for name, part in (*pipe.config.items(), *pipe.components.items()) if name in names}
-    return kind(**parts, **more)
-
-
-def _sounds(pipe: Any, result: Any) -> list[Sound]:
-    audio_BCT = getattr(result, "audio", None)
-    if audio_BCT is None:
-        return []
-    rate = getattr(result, "sampling_rate", None) or pipe.vocoder.config.output_sampling_rate
-    return [Sound(x_CT.float().cpu().numpy(), int(rate)) for x_CT in audio_BCT]
-
-
-def _watched_vae(
-    vae: Any, name: str, look: Callable[[Any], None], begin: Callable[[], None]
-) -> AbstractContextManager[None]:
-    return looked_at(vae, name, look, begin) if hasattr(vae, name) else nullcontext()
-
-
-@contextmanager
-def estimated(scheduler: Any, estimates: Callable[[int], Estimates] | None) -> Iterator[None]:
-    """Estimate clean latents in a run of a scheduler (see `Events.estimates`), whose steps are not changed.
-
-    The latents are whole on every rank: nothing is exchanged. Raises ValueError if the clean latents are not known.
-    """
-    if estimates is None:
-        yield
-        return
-    _schedulers.check_clean(scheduler)
-    original, patched, count = scheduler.step, "step" in vars(scheduler), 0
-    signature = inspect.signature(original)
-
-    @wraps(original)  # pipelines read the names of its arguments
-    def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        first = getattr(scheduler, "begin_index", None) or 0
-        indices, look = estimates(len(scheduler.timesteps) - first)
-        if count in indices:
-            given = signature.bind(*args, **kwargs).arguments
-            of_state, of_output = _schedulers.clean_weights(scheduler, given["timestep"])
-            look(count, of_state * given["sample"].float() + of_output * given["model_output"].float())
-        count += 1
-        return original(*args, **kwargs)
-
-    scheduler.step = step
-    try:
-        yield
-    finally:
-        del scheduler.step
-        if patched:
-            scheduler.step = original
-
-
-def refuse_latents(finite: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Raise FloatingPointError for the first step whose latents are not finite. finite: whether each step's are."""
-    bad = [] if not finite else torch.stack([*finite]).logical_not().nonzero().flatten().tolist()
-    if bad:
-        raise FloatingPointError(
-            f"latents stopped being finite at step {bad[0] + 1} of {len(finite)} in {as_text(dtype)}; try dtype fp32 "
-            f"or bf16, or check the weights"
-        )
-
-
-def refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:
-    """Raise FloatingPointError if one of the results is not finite."""
-    bad = [number for number, right in enumerate(finite, 1) if not right]
-    if bad:
-        raise FloatingPointError(
-            f"the decoder made pixels that are not finite in {len(bad)} of {len(finite)} results (the first is number "
-            f"{bad[0]}) in {as_text(dtype)}; try dtype fp32 or bf16, or check the weights"
-        )

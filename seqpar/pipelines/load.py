@@ -34,7 +34,7 @@ from seqpar.transformer.budget import Budget, check_budget, steps_of
 from seqpar.transformer.calibration import Precision, check_precision, why_not
 from seqpar.transformer.estimate import dtype_of, planned_work
 from seqpar.transformer.parallelize import calls_of, choices, parallelize
-from seqpar.transformer.step_cache import StepCache, completed, step_cache
+from seqpar.transformer.step_cache import StepCache, check_blocks_for, step_cache
 from seqpar.types.arguments import check_kind, shown
 from seqpar.types.say import say
 from seqpar.vae.pipeline import PREPARE, VaeMode, attach, check_mode
@@ -113,13 +113,10 @@ def load(
             raise ValueError(f"got preset={preset!r}, but {why_no_preset(name, known)}")
         few = None if preset is None else known[preset]
         choices(mesh, preferences, True, _is_guided(few))
-        steps = step_cache(cache)
-        for module in (parts.transformer, *parts.other_transformers.values()):
-            reason = None if precision is None else why_not(module, ranks.device, dtype)
-            if reason is not None:
+        for module in parts.transformers.values() if precision is not None else ():
+            if (reason := why_not(module, ranks.device, dtype)) is not None:
                 raise ValueError(f'precision="{precision}" cannot be used: {reason}')
-            if steps is not None:
-                completed(steps, module)
+        check_blocks_for(step_cache(cache), parts.transformers.values())
         if local != "auto":
             choose_local(local, ranks.device, dtype, planned_work(parts.transformer).head_dim)
         return parts, adapters, few

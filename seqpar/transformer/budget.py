@@ -7,7 +7,7 @@ calibrations, from where loading reads it: no request and no server chooses them
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from seqpar.families._modular import parameters_of
 from seqpar.mesh.mesh import Mesh
 from seqpar.planner.rates import cache_folder
-from seqpar.transformer.calibration import Calibration, key_of, weights_of
+from seqpar.transformer.calibration import Calibration, calibrated, key_of, weights_of
 from seqpar.transformer.step_cache import StepCache, completed
 from seqpar.types.arguments import check_whole
 from seqpar.types.say import say
@@ -170,3 +170,28 @@ def _read(path: Path) -> Found | None:
         return msgspec.json.decode(path.read_bytes(), type=Found)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """What may differ from the weights' own arithmetic: GEMMs and attention in 8 bits, a step cache, and their budget.
+
+    calibrate: as of `parallelize`.
+    """
+
+    gemms: bool
+    attention: bool
+    cache: StepCache | None
+    calibrate: Callable[[], object] | Mapping[str, Calibration] | None
+    budget: Budget | None
+
+    def settled(
+        self, mesh: Mesh, pipe_or_transformer: Any, modules: Mapping[str, nn.Module]
+    ) -> tuple[Mapping[str, Calibration], StepCache | None]:
+        """Return the calibrations, made if the caller has none, and the cache, both as the budget says. Collective."""
+        made: Mapping[str, Calibration] = {}
+        if isinstance(self.calibrate, Mapping):
+            made = self.calibrate
+        elif self.gemms or self.attention:
+            made = calibrated(mesh, pipe_or_transformer, modules, self.calibrate, self.gemms, self.attention)
+        return (made, self.cache) if self.budget is None else budgeted(mesh, modules, made, self.budget)

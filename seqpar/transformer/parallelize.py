@@ -6,14 +6,13 @@ config and adapters; only its `forward` is replaced (`seqpar.transformer.call`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch import nn
 
 from seqpar._moved import successors
@@ -34,16 +33,15 @@ from seqpar.planner.search import Preferences
 from seqpar.transformer import estimate
 from seqpar.transformer.attention import refuse_backends
 from seqpar.transformer.attention8 import check_steps, keeps_dtype
-from seqpar.transformer.blocks import unrounded
-from seqpar.transformer.budget import Budget, budgeted, check_budget, kept_in
-from seqpar.transformer.calibration import Calibration, Precision, calibrated, check_precision, fixed_run, why_not
+from seqpar.transformer.budget import Budget, Lossy, check_budget
+from seqpar.transformer.calibration import Calibration, Precision, check_precision, fixed_run, why_not
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.estimate import dtype_of
 from seqpar.transformer.first_block import in_its_place, put_back, take_off
 from seqpar.transformer.foreign import CALL, is_offloaded, look, refuse, refuse_compiled
 from seqpar.transformer.hooks import ShardedModule
-from seqpar.transformer.step_cache import StepCache, StepCaching, completed, step_cache
+from seqpar.transformer.step_cache import StepCache, StepCaching, check_blocks_for, step_cache
 from seqpar.types.arguments import check_kind, shown
 from seqpar.types.say import say
 from seqpar.vae import pipeline as sharing
@@ -139,11 +137,11 @@ def planned(
 class Handle:
     """What one `parallelize` has made, freed with its last transformer: process groups, and what `ends` undoes.
 
-    mesh: the mesh of the calls. Raises ValueError from `settled`, the same on all ranks.
+    plan, mesh: of the calls. Raises ValueError from `settled`, the same on all ranks.
     """
 
     def __init__(self, plan: Plan, callers: Mesh | None) -> None:
-        self._owned = OwnedMesh(callers, plan.sizes)
+        self.plan, self._owned = plan, OwnedMesh(callers, plan.sizes)
         self.mesh, self._users = self._owned.mesh, 0
         self.ends = ExitStack()  # what is undone when the last transformer is released
         try:
@@ -273,9 +271,7 @@ def parallelize(
         where = {name: _checked_cuts(module, cuts) for name, module in modules.items()}
         if is_modular(pipe_or_transformer) and calls_twice(pipe_or_transformer):  # whose two calls have no names
             where = {name: replace(of, calls_twice=True) for name, of in where.items()}
-        if steps is not None:
-            for module in modules.values():
-                completed(steps, module)
+        check_blocks_for(steps, modules.values())
         return own, preferences, modules, where, budget
 
     own, preferences, modules, where, budget = ranks.on_all_ranks(checked)
@@ -289,15 +285,8 @@ def parallelize(
     plan = planned(pipe_or_transformer, modules, own, preferences, native, cfg, precision)
     handle = Handle(plan, own)
 
-    def lossy() -> tuple[Mapping[str, Calibration], StepCache | None]:
-        made: Mapping[str, Calibration] = calibrate if isinstance(calibrate, Mapping) else {}
-        if (precision is not None or is_lossy(local)) and not isinstance(calibrate, Mapping):
-            eight = calibrate, precision is not None, is_lossy(local)
-            made = calibrated(handle.mesh, pipe_or_transformer, modules, *eight)
-        return (made, steps) if budget is None else budgeted(handle.mesh, modules, made, budget)
-
-    gemms = precision is not None
-    sharded = _sharded(pipe_or_transformer, modules, handle, plan, where, native, lossy, gemms, cache is not None)
+    lossy = Lossy(precision is not None, is_lossy(local), steps, calibrate, budget)
+    sharded = _sharded(pipe_or_transformer, modules, handle, where, native, lossy)
 
     # calls in place of the forwards
     for module in sharded:
@@ -336,92 +325,6 @@ def refresh(pipe_or_transformer: Any) -> None:
     for module, call in calls_of(pipe_or_transformer):
         call.settle()
         vars(module)[REFRESHES] = vars(module).get(REFRESHES, 0) + 1
-
-
-@contextmanager
-def computed_by(
-    pipe_or_transformer: Any, *, eight: bool = True, fused: bool = True, cache: bool = True
-) -> Iterator[None]:
-    """Compute in this context without 8 bits, fused blocks or the step cache, to compare with them. Collective.
-
-    Without 8 bits, weights that are stored in 8 bits alone are read from their files again, and need their memory.
-    """
-    calls = [call for _, call in calls_of(pipe_or_transformer)]
-    for call in calls:
-        call.settle()  # a deferred call is computed as it was made
-    blocks, states = [call.sharded.fused for call in calls], [call.state for call in calls]
-    before = [(each.eight, each.on, state.eight) for each, state in zip(blocks, states, strict=True)]
-    caches = [(call.steps, call.steps.on) for call in calls if call.steps is not None]
-    originals = ExitStack()
-
-    def read() -> None:
-        try:
-            for module, _ in calls_of(pipe_or_transformer):
-                originals.enter_context(unrounded(module))
-        except torch.OutOfMemoryError as error:
-            raise ValueError(f"the weights before rounding do not fit beside those in 8 bits: {error}") from error
-
-    try:
-        for each, state in zip(blocks, states, strict=True):
-            each.eight, each.on, state.eight = each.eight and eight, each.on and fused, state.eight and eight
-        for steps, was_on in caches:
-            steps.on = was_on and cache
-        if not eight:
-            calls[0].mesh.on_all_ranks(read)
-        if not (eight and fused):
-            refresh(pipe_or_transformer)
-        yield
-    finally:
-        originals.close()
-        for each, state, was in zip(blocks, states, before, strict=True):
-            each.eight, each.on, state.eight = was
-        for steps, was_on in caches:
-            steps.on = was_on
-        for call in calls:
-            call.reset()
-        if not (eight and fused):
-            refresh(pipe_or_transformer)
-
-
-def computed_steps(pipe_or_transformer: Any) -> tuple[int, int] | None:
-    """Return how many steps a step cache has computed in all runs, and of how many; None without one.
-
-    Several transformers are added up.
-    """
-    counts = [call.steps.counted for _, call in calls_of(pipe_or_transformer) if call.steps is not None]
-    return (sum(computed for computed, _ in counts), sum(steps for _, steps in counts)) if counts else None
-
-
-def calibrations_of(pipe_or_transformer: Any) -> dict[str, Calibration]:
-    """Return the calibrations of the transformers that compute in 8 bits, by their names."""
-    calls = {name: call_of(module) for name, module in transformers_of(pipe_or_transformer).items()}
-    made = {name: call.sharded.fused.calibration for name, call in calls.items() if call is not None}
-    return {name: calibration for name, calibration in made.items() if calibration is not None}
-
-
-def keep_dtype(pipe_or_transformer: Any, names: Collection[str]) -> None:
-    """Compute these GEMMs, TRANSFORMER|BLOCK, MATRIX, in the weights' dtype from now on, and others in 8 bits.
-
-    Weights that are stored in 8 bits alone are read from their files again, and stay in memory. Collective.
-    """
-    calls_of(pipe_or_transformer)
-    for name, module in transformers_of(pipe_or_transformer).items():
-        call = call_of(module)
-        assert call is not None
-        call.settle()
-        fused = call.sharded.fused
-        if fused.calibration is not None:
-            fused.calibration = replace(fused.calibration, kept=kept_in(name, names))
-    refresh(pipe_or_transformer)
-
-
-def set_threshold(pipe_or_transformer: Any, threshold: float | None) -> None:
-    """Leave blocks of a step out up to this change of the first blocks from now on. Collective."""
-    for _, call in calls_of(pipe_or_transformer):
-        call.settle()
-        if call.steps is not None:
-            call.steps.options = replace(call.steps.options, threshold=threshold)
-            call.reset()
 
 
 def release(pipe_or_transformer: Any) -> None:
@@ -522,21 +425,19 @@ def _sharded(
     pipe_or_transformer: Any,
     modules: Mapping[str, nn.Module],
     handle: Handle,
-    plan: Plan,
     cuts: Mapping[str, Cuts],
     native: bool,
-    lossy: Callable[[], tuple[Mapping[str, Calibration], StepCache | None]],
-    gemms: bool,
-    has_cache: bool,
+    lossy: Lossy,
 ) -> list[ShardedModule]:
     # Moves a pipeline to this rank's device, and puts hooks on its transformers. After a ValueError, the same on all
     # ranks, all of it is freed; after other errors nothing is, because the other ranks may not take part.
-    mesh, sharded, caches = handle.mesh, list[ShardedModule](), dict[str, StepCache | None]()
+    mesh, plan, sharded = handle.mesh, handle.plan, list[ShardedModule]()
+    caches = dict[str, StepCache | None]()
 
     def check() -> None:
         for name, module in modules.items():
             refuse_backends(module)
-            caches[name] = None if has_cache else in_its_place(module, mesh.sequence.size)
+            caches[name] = None if lossy.cache is not None else in_its_place(module, mesh.sequence.size)
             if caches[name] is not None:
                 take_off(module)
             refuse(module, mesh, cuts[name].why_not(module), look(module))
@@ -546,12 +447,12 @@ def _sharded(
     try:
         mesh.on_all_ranks(check)
         mesh.on_all_ranks(lambda: _move(pipe_or_transformer, modules, mesh))
-        calibrations, cache = lossy()
+        calibrations, cache = lossy.settled(mesh, pipe_or_transformer, modules)
         for name, module in modules.items():
             known = calibrations.get(name)
             rounds = {} if known is None else known.attention
             bring(module)
-            known = known if gemms else None
+            known = known if lossy.gemms else None
             sharded.append(ShardedModule(module, mesh, plan, cuts[name], native, known, rounds, caches[name] or cache))
         if is_lossy(plan.local.name) and not any(module.attentions_in_8_bits for module in sharded):
             kinds = ", ".join(type(module).__name__ for module in modules.values())

@@ -18,7 +18,8 @@ from typing import Any
 from seqpar.loading.parts import transformers_of
 from seqpar.transformer import lora as adapters
 from seqpar.transformer.budget import Budget, Found, check_budget
-from seqpar.transformer.parallelize import calibrations_of, calls_of, computed_by, keep_dtype, set_threshold
+from seqpar.transformer.lossy import calibrations_of, computed_by, keep_dtype, set_threshold
+from seqpar.transformer.parallelize import calls_of
 from seqpar.verifying.precision import (
     EXACT,
     PROMPTS,

@@ -26,7 +26,8 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Tokens
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.estimate import dtype_of
-from seqpar.transformer.parallelize import call_of, computed_by, transformers_of
+from seqpar.transformer.lossy import computed_by
+from seqpar.transformer.parallelize import call_of, transformers_of
 from seqpar.types.protocols import Attend
 from seqpar.verifying.compare import AFTER, BITS, OTHER_WEIGHTS, Comparison, Place, TokenShare, digest, first_unequal
 from seqpar.verifying.copies import seen_of, unequal

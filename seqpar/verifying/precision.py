@@ -19,7 +19,8 @@ from torch import Tensor
 
 from seqpar.families._modular import called, is_modular, parameters_of, stepping
 from seqpar.loading.parts import transformers_of
-from seqpar.transformer.parallelize import call_of, calls_of, computed_by, computed_steps
+from seqpar.transformer.lossy import computed_by, computed_steps
+from seqpar.transformer.parallelize import call_of, calls_of
 from seqpar.verifying.quality import distance
 
 PROMPTS = (

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.pipelines.diffusers import estimated
+from seqpar.pipelines.calls import estimated
 from seqpar.serve.ranks.preview import evenly, fitted, tokens_of, watching
 from tests.transformer.test_pipelines import CASES
 

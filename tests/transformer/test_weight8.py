@@ -34,7 +34,8 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.transformer import calibration
 from seqpar.transformer.calibration import Calibration, calibrated, matrices_of
 from seqpar.transformer.lora import LoraTerm, Merging
-from seqpar.transformer.parallelize import calls_of, computed_by
+from seqpar.transformer.lossy import computed_by
+from seqpar.transformer.parallelize import calls_of
 from tests.conftest import DEVICE
 from tests.kernels.shared import gpu
 from tests.support import pipelines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,7 @@ def convert(
         raise ValueError(f"{source} is a folder of diffusers; seqpar loads it as it is")
     files = {} if consolidated.parts_of(source) else _unidiffuser(source)
     parts = list(_unidiffuser_parts(files)) if len(files) > 1 else [_single(files.get("unet", source), heads)]
-    unfinished = target.with_name(target.name + ".part")
-    unfinished.mkdir(parents=True)
-    try:
+    with _becoming(target) as unfinished:
         for part in parts:
             tensors = ((key, tensor.to(dtype or tensor.dtype)) for key, tensor in part.tensors)
             size = write_folder(unfinished / part.folder, part.config, tensors)
@@ -94,6 +93,17 @@ def convert(
                 (unfinished / folder).mkdir()
                 for file in (file for pattern in patterns for file in (files["unet"].parent / CLIP).glob(pattern)):
                     shutil.copyfile(file, unfinished / folder / file.name)
+
+
+@contextmanager
+def _becoming(target: Path) -> Iterator[Path]:
+    # a folder that becomes the target when all is written, and is removed if it is not
+    unfinished = target.with_name(target.name + ".part")
+    if unfinished.exists():
+        raise ValueError(f"got {unfinished}, of another conversion, which may still run; remove it if none does")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -115,19 +125,12 @@ def _convert_to_8_bits(source: Path, target: Path, dtype: torch.dtype | None) ->
     def left_out(folder: str, names: list[str]) -> list[str]:
         return [name for name in names if Path(folder) in [source / part for part in fitted] and name != CONFIG]
 
-    unfinished = target.with_name(target.name + ".part")
-    if unfinished.exists():
-        raise ValueError(f"got {unfinished}, of another conversion, which may still run; remove it if none does")
-    try:
-        shutil.copytree(source, unfinished, ignore=left_out)
+    with _becoming(target) as unfinished:
+        shutil.copytree(source, unfinished, ignore=left_out, dirs_exist_ok=True)
         for name, model in fitted.items():
             config = {**model.config, QUANTIZATION: MARK}
             size = write_folder(unfinished / name, config, _rounded(model.checkpoint, stored_in_8_bits(model.model)))
             print(f"{name}: {size} bytes", flush=True)
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"{target}: written", flush=True)
 
 
 def _rounded(checkpoint: Checkpoint, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:

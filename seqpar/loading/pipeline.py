@@ -75,9 +75,7 @@ def load_pipeline(
     fails, team = f"got pipeline {parts.source}, which does not load", Team.of(mesh)
     for remark in mesh.on_all_ranks(lambda: _lora.remarks(loras, presets(kind.__name__, parts.index), preset)):
         _say(mesh, remark)
-    everywhere = f"{kind.__name__} reads their layers" if reads_layers(kind.__name__) else None
-    if everywhere is None and any(lora.changes_encoders for lora in loras):
-        everywhere = "a LoRA changes them"
+    everywhere = _why_everywhere(kind.__name__, loras)
     kinds = {kind for _, (_, kind) in parts_of(parts.index)}
     shared = "a ControlNet has layers of the transformer, too" if SHARING in kinds else None
     if everywhere is not None and mesh.world.size > 1:
@@ -106,27 +104,11 @@ def load_pipeline(
         for name, placing in coming.items():
             weights[name].finish(models[name], placing, mesh)
 
-        def whole() -> Any:
-            for name in late:  # an empty parameter on the device, for a pipeline that asks its transformer for it
-                first, parameter = next(iter(models[name].named_parameters()))
-                put(models[name], first, torch.empty(0, dtype=parameter.dtype, device=mesh.device))
-            for encoder in encoders.values():
-                encoder.meets = False
-            stubs = {name: encoder.module for name, encoder in encoders.items()}  # nothing else may keep these alive
-            with context(fails):
-                try:
-                    if is_modular(kind):
-                        pipe = _of_blocks(parts, kind, dtype, {**models, **stubs})
-                    else:
-                        pipe = kind.from_pretrained(parts.source, dtype=dtype, **models, **stubs)
-                except BROKEN:
-                    _check_unchanged(parts)  # first: diffusers names the bytes of a file that has changed
-                    raise
-            for encoder in encoders.values():
-                encoder.meets = True
-            return pipe
-
-        pipe = mesh.on_all_ranks(whole)
+        # of them the pipeline, which may ask a transformer that comes late for the device of its parameters
+        for name in late:
+            first, parameter = next(iter(models[name].named_parameters()))
+            put(models[name], first, torch.empty(0, dtype=parameter.dtype, device=mesh.device))
+        pipe = mesh.on_all_ranks(lambda: _joined(parts, kind, dtype, models, encoders, fails))
 
     if encode and encoders:
         encode_first(pipe, encoders, encode, mesh)
@@ -136,6 +118,39 @@ def load_pipeline(
         with no_collection(), Reader(mesh.device, team.size) as reader:
             _come(some, models, mesh, reader, team, parking)
     mesh.on_all_ranks(lambda: _complete(pipe, parts, loras, models.keys(), encoders, mesh.device))
+    return pipe
+
+
+def _why_everywhere(name: str, loras: Sequence[_lora.Lora]) -> str | None:
+    # why every rank needs the text encoders, or None
+    if reads_layers(name):
+        return f"{name} reads their layers"
+    return "a LoRA changes them" if any(lora.changes_encoders for lora in loras) else None
+
+
+def _joined(
+    parts: PipelineParts,
+    kind: Any,
+    dtype: torch.dtype,
+    models: dict[str, Any],
+    encoders: Mapping[str, SharedEncoder],
+    fails: str,
+) -> Any:
+    # the pipeline of models and encoders, which compute alone while it is made
+    for encoder in encoders.values():
+        encoder.meets = False
+    stubs = {name: encoder.module for name, encoder in encoders.items()}  # nothing else may keep these alive
+    with context(fails):
+        try:
+            if is_modular(kind):
+                pipe = _of_blocks(parts, kind, dtype, {**models, **stubs})
+            else:
+                pipe = kind.from_pretrained(parts.source, dtype=dtype, **models, **stubs)
+        except BROKEN:
+            _check_unchanged(parts)  # first: diffusers names the bytes of a file that has changed
+            raise
+    for encoder in encoders.values():
+        encoder.meets = True
     return pipe
 
 

@@ -44,7 +44,6 @@ from seqpar.pipelines.arguments import (
     check_flags,
     check_frames,
     check_limits,
-    class_of_pictures,
     controlled,
     draws_anew,
     frame_rate,
@@ -107,10 +106,6 @@ class Source:
     @property
     def class_labels(self) -> dict[int, tuple[str, ...]]:
         return {}
-
-    @property
-    def takes_images(self) -> bool:
-        return class_of_pictures(self.parts.caller, self.parts.index) is not None
 
     @property
     def needs_image(self) -> bool:

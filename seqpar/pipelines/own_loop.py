@@ -115,7 +115,7 @@ class Files:
     scheduling: Mapping[str, Any] = field(default_factory=lambda: DDIM_DEFAULT, kw_only=True)
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
     class_names = ()  # of a model of classes
-    takes_images = needs_image = needs_mask = False
+    needs_image = needs_mask = False
 
     @property
     def controls(self) -> dict[str, Any]:

@@ -138,8 +138,8 @@ class Source(Protocol):
     """The checked files of a model, before any weight is read.
 
     takes: which field of a request says what its images show. class_names, class_labels: one name of each class of a
-    model of classes, and all of them by number. takes_images, needs_image: whether it takes input images, and generates
-    nothing without one. needs_mask: whether it only repaints what a mask names. presets: by their names.
+    model of classes, and all of them by number. needs_image: whether it generates nothing without an input
+    image. needs_mask: whether it only repaints what a mask names. presets: by their names.
     """
 
     takes: ClassVar[Literal["classes", "prompts"]]
@@ -149,9 +149,6 @@ class Source(Protocol):
 
     @property
     def class_labels(self) -> Mapping[int, tuple[str, ...]]: ...
-
-    @property
-    def takes_images(self) -> bool: ...
 
     @property
     def needs_image(self) -> bool: ...

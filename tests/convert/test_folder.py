@@ -213,6 +213,14 @@ def test_what_cannot_be_converted_is_refused(
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_another_conversion_to_the_same_folder_is_left_alone(tmp_path: Path) -> None:
+    torch.save(original_state_dict(dit()), tmp_path / "dit.pt")
+    (tmp_path / "new.part").mkdir()
+    with pytest.raises(ValueError, match="of another conversion, which may still run"):
+        command(["convert", str(tmp_path / "dit.pt"), str(tmp_path / "new"), "--heads", "4"])
+    assert (tmp_path / "new.part").is_dir()
+
+
 def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **options: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

@@ -1,26 +1,26 @@
 """The base class of class-conditional DiTs: patch embedding, timestep and label embedding, adaLN and the final layer.
 
-A model adds its block, its positions and `forward_tokens`.
+A model adds its block, its positions and how tokens are embedded.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.families._block import Input
+from seqpar.families._block import Input, unrounded
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.rows8 import Rounding
 from seqpar.loop.interface import Condition, SequenceModel
 from seqpar.loop.models._layers import sinusoid, through
 from seqpar.types.arguments import check_labels
 from seqpar.types.keys import shape_of
-from seqpar.types.protocols import state_dtype
+from seqpar.types.protocols import Attend, state_dtype
 
 FREQUENCIES = 256  # width of the timestep sinusoid, in every published model
 
@@ -51,6 +51,7 @@ class LabelDiT(SequenceModel):
     """
 
     PROMPT = ("class_labels",)
+    FINAL_NORM: ClassVar[Norm]
 
     def __init__(self, config: Any, c: int, block: Callable[[], nn.Module], freq_shift: float = 0.0) -> None:
         super().__init__()
@@ -66,6 +67,23 @@ class LabelDiT(SequenceModel):
     @abstractmethod
     def positions(self, *size: int) -> Tensor:
         """The position rows (L, ...) of all tokens of a latent of this height and width."""
+
+    @abstractmethod
+    def embedded(self, patches_BlI: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        """The tokens before the first block, and what each block takes besides."""
+
+    def forward_tokens(
+        self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
+    ) -> dict[str, Tensor]:
+        blocks: list[Any] = list(self.blocks)
+        modulations, final_B2E = conditioning["blocks"].unbind(1), conditioning["final"]
+        starts = [block.start(modulation) for block, modulation in zip(blocks, modulations, strict=True)]
+        ends = [*starts[1:], AdaLN(final_B2E[:, 0], final_B2E[:, 1], self.FINAL_NORM)]
+        x, besides = self.embedded(streams["image"], positions["image"])
+        h = starts[0].of(x)
+        for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
+            x, h = block(x, h, modulation, *besides, ends[index], attend, keep=index + 1 < len(ends))
+        return {"image": self.final(unrounded(h))}
 
     def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
         return {"image": self.positions(*size)}

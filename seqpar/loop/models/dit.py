@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from seqpar.families._block import Input, unrounded
+from seqpar.families._block import Input
 from seqpar.kernels.adaln import Norm
 from seqpar.loading import schemas
-from seqpar.loop.interface import Condition, MatrixBlock
+from seqpar.loop.interface import MatrixBlock
 from seqpar.loop.models import _layers
 from seqpar.loop.models._label_dit import AdaLN, LabelDiT, check_outputs
 from seqpar.types.facts import Blocks, Work
@@ -96,6 +96,7 @@ class Model(LabelDiT):
     """The DiT model; its condition is as wide as the model."""
 
     config: Config
+    FINAL_NORM = NORM
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, config.width, lambda: Block(config), config.freq_shift)
@@ -128,19 +129,9 @@ class Model(LabelDiT):
             indices.append(index / (len(index) / base) if config.pos_scaling == "interpolate" else index)
         return _layers.sincos_2d(indices[0], indices[1], config.width)
 
-    def forward_tokens(
-        self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
-    ) -> dict[str, Tensor]:
+    def embedded(self, patches_BlI: Tensor, positions: Tensor) -> tuple[Tensor, tuple[()]]:
         dtype = self.x_embedder.weight.dtype
-        x = self.x_embedder(streams["image"].to(dtype)) + positions["image"].to(dtype)
-        blocks: list[Any] = list(self.blocks)
-        modulations, final_B2E = conditioning["blocks"].unbind(1), conditioning["final"]
-        starts = [block.start(modulation) for block, modulation in zip(blocks, modulations, strict=True)]
-        ends = [*starts[1:], AdaLN(final_B2E[:, 0], final_B2E[:, 1], NORM)]
-        h = starts[0].of(x)
-        for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
-            x, h = block(x, h, modulation, ends[index], attend, keep=index + 1 < len(ends))
-        return {"image": self.final(unrounded(h))}
+        return self.x_embedder(patches_BlI.to(dtype)) + positions.to(dtype), ()
 
 
 def work(config: Config) -> Work:

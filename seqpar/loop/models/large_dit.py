@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.families._block import Input, unrounded
+from seqpar.families._block import Input
 from seqpar.kernels.adaln import Norm
 from seqpar.loading import schemas
-from seqpar.loop.interface import Condition, MatrixBlock
+from seqpar.loop.interface import MatrixBlock
 from seqpar.loop.models import _layers
 from seqpar.loop.models._label_dit import AdaLN, LabelDiT, check_outputs, confirm, count_classes
 from seqpar.types.facts import Blocks, Work
@@ -27,7 +27,6 @@ from seqpar.types.keys import KeyMap, count_layers, shape_of
 from seqpar.types.protocols import Attend, Given, Prepare, Stream
 
 CONDITION = 1024  # width of timestep and label embeddings, unless the model is narrower
-FINAL_NORM = Norm("layer", 1e-6)
 QK_EPS = 1e-5
 
 
@@ -137,6 +136,7 @@ class Model(LabelDiT):
     """The Large-DiT model; its condition is at most 1024 wide."""
 
     config: Config
+    FINAL_NORM = Norm("layer", 1e-6)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, config.condition_width, lambda: Block(config))
@@ -154,19 +154,8 @@ class Model(LabelDiT):
         turns = torch.polar(torch.ones_like(angles), angles)
         return torch.cat((turns.real, turns.imag), dim=-1).to(self.x_embedder.weight.device)
 
-    def forward_tokens(
-        self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
-    ) -> dict[str, Tensor]:
-        blocks: list[Any] = list(self.blocks)
-        modulations, final_B2E = conditioning["blocks"].unbind(1), conditioning["final"]
-        starts = [block.start(modulation) for block, modulation in zip(blocks, modulations, strict=True)]
-        ends = [*starts[1:], AdaLN(final_B2E[:, 0], final_B2E[:, 1], FINAL_NORM)]
-        rotary = positions["image"].chunk(2, dim=-1)
-        x = self.x_embedder(streams["image"].to(self.x_embedder.weight.dtype))
-        h = starts[0].of(x)
-        for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
-            x, h = block(x, h, modulation, rotary, ends[index], attend, keep=index + 1 < len(ends))
-        return {"image": self.final(unrounded(h))}
+    def embedded(self, patches_BlI: Tensor, positions: Tensor) -> tuple[Tensor, tuple[tuple[Tensor, ...]]]:
+        return self.x_embedder(patches_BlI.to(self.x_embedder.weight.dtype)), (positions.chunk(2, dim=-1),)
 
 
 def work(config: Config) -> Work:

@@ -92,7 +92,7 @@ def verdicts(
     ledger: Ledger, jobs: Sequence[dict[str, Any]], metrics: str, log: Sequence[dict[str, Any]], args: Serve
 ) -> Iterator[tuple[str, bool]]:
     """Yield what was found, and whether it is right. jobs, metrics, log: the server's."""
-    yield from _answers(ledger, jobs, args.requests + args.reloads)
+    yield from _answers(ledger, jobs, log, args.requests + args.reloads)
     yield from _counted(ledger, jobs, metrics, log)
     yield from _guests(ledger.guests, log, args.reloads)
     yield f"signals to ranks: {ledger.killed}", len(ledger.killed) == args.kills + args.stops
@@ -109,7 +109,9 @@ def verdicts(
             yield f"memory (MiB), files and threads of {name}: {told[0]}, at the end {told[1]}", not grown
 
 
-def _answers(ledger: Ledger, jobs: Sequence[dict[str, Any]], requests: int) -> Iterator[tuple[str, bool]]:
+def _answers(
+    ledger: Ledger, jobs: Sequence[dict[str, Any]], log: Sequence[dict[str, Any]], requests: int
+) -> Iterator[tuple[str, bool]]:
     asked, every = ledger.asked, kinds()
     yield f"{len(asked)} of {requests} requests have an answer", len(asked) == requests
     wrong = [each for each in asked if every[each.kind].status != 200]
@@ -121,9 +123,12 @@ def _answers(ledger: Ledger, jobs: Sequence[dict[str, Any]], requests: int) -> I
     mine = {each.id: "completed" if each.bits else "cancelled" for each in asked if each.id and each not in wrong}
     differ = [id for id, state in mine.items() if by_id.get(id) != state]
     yield f"{len(mine)} jobs are known to clients and server alike, and {len(differ)} differ", not differ
-    rest = [job for job in jobs if job["id"] not in mine]
-    right = len(rest) == ledger.left and all(job["state"] in ("cancelled", "completed") for job in rest)
-    yield f"{ledger.left} clients hung up, and {len(rest)} jobs have no client", right
+    rest = {job["id"]: job["state"] for job in jobs if job["id"] not in mine}
+    # some leave before their request is read, or while they are refused
+    accepted = {e["request"] for e in log if e["event"] == "accepted"} - mine.keys()
+    right = rest.keys() == accepted and len(rest) <= ledger.left and {*rest.values()} <= {"cancelled", "completed"}
+    text = f"{ledger.left} clients hung up, {len(accepted)} after their jobs were accepted"
+    yield f"{text}, and {len(rest)} jobs have no client", right
     yield f"{len(jobs)} jobs, {len(jobs) - len(by_id)} of them twice", len(by_id) == len(jobs)
 
 

@@ -36,7 +36,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from seqpar.serve.api.errors import NO_RETRY, Problem, ProblemError, refused
-from seqpar.serve.api.gate import BODIES, VIDEOS, read_body, replayed
+from seqpar.serve.api.gate import ADMIN_MODELS, BODIES, VIDEOS, read_body, replayed
 from seqpar.serve.api.images import encode_event
 from seqpar.serve.api.requests import as_list, read_form
 
@@ -58,6 +58,10 @@ DIED = (RayActorError, httpx.TransportError)
 EVENTS = b"text/event-stream"
 OF_ONE_CONNECTION = (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer")
 OF_RAY = (b"x-request-id", b"date")  # headers that Ray Serve adds; the id of a job is also in the body
+OF_ONE_REPLICA = {  # paths -> what to use: any replica would answer for itself alone
+    "/metrics": "Ray's metrics, or a replica's own port",
+    ADMIN_MODELS: "another config file, or replicas whose requests load their models",
+}
 OF_JOB = re.compile(rb"/v1/(?:jobs|videos)/([A-Za-z0-9]+)-[^?]*(?:\?.*)?")
 FORWARDED = b"x-forwarded-for"
 NO_LORAS = "without LoRAs"
@@ -352,8 +356,8 @@ async def _drain(answer: Parts) -> None:
 async def _call(request: Request) -> HttpCall:
     """Read a request, with a body only where one is taken, whose length is bounded."""
     path, scope = request.url.path, request.scope
-    if path == "/metrics":
-        raise refused(404, "not_found", "/metrics is not available here; use Ray's metrics, or a replica's own port")
+    if path in OF_ONE_REPLICA:
+        raise refused(404, "not_found", f"{path} is not available here; use {OF_ONE_REPLICA[path]}")
     kinds = BODIES.get(path) if request.method == "POST" else None
     body = b"" if kinds is None else await read_body(kinds, request.headers, request.receive)
     query = scope["query_string"]

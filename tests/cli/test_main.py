@@ -170,7 +170,10 @@ def test_requests_name_a_folder_by_its_last_part_or_an_alias(tmp_path: Path) -> 
     folders = [str(tmp_path / name) for name in ("first", "second")]
     for folder in folders:
         Path(folder).mkdir()
-    args = ServeArgs((*folders, "org/model", "org/model"), name=("server", f"Own/name-2.0={folders[1]}")).checked()
+    args = ServeArgs(
+        (*folders, "org/model", "org/model"),
+        name=("server", *(f"{name}={folders[1]}" for name in ("Own/name-2.0", "b"))),
+    ).checked()
     assert (args.server, args.public_names()) == ("server", ["first", "Own/name-2.0", "org/model"])
     words = args.replica
     assert words[words.index("--names") + 1 :] == ["first", "Own/name-2.0", "org/model"]

@@ -151,6 +151,21 @@ def test_an_admin_changes_the_loaded_models_between_two_images(tmp_path: Path) -
         assert samples(front, "seqpar_load_seconds_count", "model", ada) == {"toy": 1}
 
 
+def test_a_model_may_have_several_names(tmp_path: Path) -> None:
+    """All are listed and taken; the ranks, and answers about jobs, know the first."""
+    words = "x", "--name", "toy=x", "dall-e-9=x", "--keys", keys_in(tmp_path, "admin=true")
+    with running(tmp_path, *words) as front, front.client("key-of-ada") as ada:
+        listed = [model["id"] for model in ada.get("/v1/models").json()["data"]]
+        assert (listed.count("toy"), listed.count("dall-e-9")) == (1, 1)
+        assert ada.get("/v1/models/dall-e-9").json()["id"] == "dall-e-9"
+        made = [ada.post(GENERATIONS, json={"prompt": "x", "model": name}).json() for name in ("toy", "dall-e-9")]
+        assert [[*answer["data"][0]] for answer in made] == [["b64_json", "seed"], ["url", "seed"]]  # as dall-e's did
+        assert [order["model"] for order in front.orders] == ["toy", "toy"]
+        assert ada.post(ADMIN_MODELS, json={"unload": ["dall-e-9"]}).status_code == 200
+        assert "toy" not in loaded(ada)
+        assert ada.post(GENERATIONS, json={"prompt": "x", "model": "dall-e-9"}).status_code == 409
+
+
 def test_a_request_loads_its_model_with_swap(tmp_path: Path) -> None:
     flags = "--keys", keys_in(tmp_path, "admin=true"), "--swap"
     with running(tmp_path, *flags) as front, front.client("key-of-ada") as ada:

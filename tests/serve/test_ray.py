@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+from seqpar.serve.api.errors import ProblemError
 from seqpar.serve.api.gate import GENERATIONS
 from tests.support.fake_replica import pixels_of
 from tests.support.front import CHILD, ROOT, RUN, until
@@ -75,6 +76,16 @@ def test_a_replica_hears_the_address_of_the_client() -> None:
     scope = {"type": "http", "method": "GET", "path": "/v1/jobs", "query_string": b"", "headers": headers}
     call = asyncio.run(_call(Request({**scope, "client": ("10.0.0.7", 5)})))
     assert call.headers == (headers[0], (b"x-forwarded-for", b"10.0.0.9, 10.0.0.8, 10.0.0.7"))
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/admin/models"])
+def test_what_one_replica_would_do_for_itself_is_refused(path: str) -> None:
+    from seqpar.serve.ray import _call  # pyright: ignore[reportPrivateUsage]
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    with pytest.raises(ProblemError, match=f"{path} is not available here; use ") as refused:
+        asyncio.run(_call(Request({**scope, "client": ("10.0.0.7", 5)})))
+    assert refused.value.problem.status == 404
 
 
 class Dying:

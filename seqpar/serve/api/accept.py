@@ -90,8 +90,8 @@ async def decode_inputs(
 
 
 def found(server: ApiServer, name: str) -> ServedModel:
-    """A model by its name; ProblemError if there is none."""
-    models = {model.name: model for model in server.facts.models}
+    """A model by one of its names; ProblemError if there is none."""
+    models, name = {model.name: model for model in server.facts.models}, server.named.get(name, name)
     if name not in models:
         names = ", ".join(model.name for model in server.models)
         advice = f"use one of {names}" if names else "none is loaded; use it later"

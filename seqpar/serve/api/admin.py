@@ -47,17 +47,18 @@ async def known(server: Server, key: Key) -> dict[str, Any]:
 async def changed(body: ModelChange, request: Request, server: Server, key: Key) -> dict[str, Any]:
     """Unload and load models when the running image is made; the answer comes when that is done."""
     _check_admin(server, key)
-    for name in (*body.load, *body.unload):
+    load, unload = (tuple(server.named.get(name, name) for name in names) for names in (body.load, body.unload))
+    for name in (*load, *unload):
         if server.replica.model(name) is None:
             names = ", ".join(model.name for model in server.facts.models)
             raise refused(404, "model_not_found", f"model not found; use one of {names}", "model")
-    log.event("change of models", request.state.id, key=key, load=body.load, unload=body.unload)
+    log.event("change of models", request.state.id, key=key, load=load, unload=unload)
     begun = time.monotonic()
     async with server.replica.turn:
         if not server.replica.ready.is_set():
             raise not_ready()
         try:
-            failed = await change(server, Change(f"{request.state.id}/change/0", tuple(body.load), tuple(body.unload)))
+            failed = await change(server, Change(f"{request.state.id}/change/0", load, unload))
         except RanksEndedError as error:
             text = (
                 "the ranks exited while the models changed; they restart with those before, and the log has the reason"

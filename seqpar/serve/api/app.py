@@ -101,13 +101,15 @@ async def file(name: str, server: Server, key: Key) -> Response:
 
 async def models(server: Server, key: Key) -> dict[str, Any]:
     """List the models that requests may name, and tell the name of the client's key."""
-    data = [_model(model, server) for model in server.models]
+    models = {model.name: model for model in server.models}
+    others = {name: models[first] for name, first in server.named.items() if first in models}
+    data = [_model(model, server, name) for name, model in (models | others).items()]
     return {"object": "list", "data": data, "seqpar": {"key": key if server.args.keys else None}}
 
 
 async def model_of(model: str, server: Server) -> dict[str, Any]:
     """Describe a loaded model."""
-    return _model(found(server, model), server)
+    return _model(found(server, model), server, model)
 
 
 async def jobs(server: Server, key: Key) -> dict[str, Any]:
@@ -148,12 +150,12 @@ async def metrics(server: Server) -> Response:
     return Response(server.metrics.text(), media_type=TEXT)
 
 
-def _model(model: ServedModel, server: ApiServer) -> dict[str, Any]:
-    """A model as OpenAI's list has it, with our fields in `seqpar`. alias: whether the ranks know another name."""
+def _model(model: ServedModel, server: ApiServer, name: str) -> dict[str, Any]:
+    """A model as OpenAI's list has it, with our fields in `seqpar`. alias: whether the command has another name."""
     height, width = model.size
     about: dict[str, Any] = {
         "kind": model.kind,
-        "alias": model.name not in server.args.models,
+        "alias": name not in server.args.models,
         "makes": "pictures" if model.video is None else "videos",
         "edits": model.edits,
         "needs_picture": model.needs_picture,
@@ -176,4 +178,4 @@ def _model(model: ServedModel, server: ApiServer) -> dict[str, Any]:
     }
     if model.video is not None:
         about |= msgspec.structs.asdict(model.video)
-    return {"id": model.name, "object": "model", "created": server.started, "owned_by": "seqpar", "seqpar": about}
+    return {"id": name, "object": "model", "created": server.started, "owned_by": "seqpar", "seqpar": about}

@@ -96,8 +96,8 @@ class ServeArgs:
     jobs: Path | None = None
     """Folder for result files and records of finished jobs, which every server that mounts it can read."""
     name: Annotated[tuple[str, ...], Flag("NAME")] = ()
-    """ALIAS=MODEL: the name that requests use for a model; by default that of the command, for a folder its last part.
-    Without =: the name of this server, with which ids of its jobs begin; random by default."""
+    """ALIAS=MODEL: a name that requests use for a model, which may have several; by default that of the command, for a
+    folder its last part. Without =: the name of this server, with which ids of its jobs begin; random by default."""
     show_prompts: bool = False
     """Write prompts to the log."""
     restarts: int = 3
@@ -125,7 +125,7 @@ class ServeArgs:
                 text = f"got --trusted-proxies {network}, expected an address or a network such as 10.0.0.0/8"
                 raise ValueError(text) from None
         args = replace(self, models=tuple(dict.fromkeys(self.models or ("builtin", "builtin-text"))))
-        args.public_names()
+        args.names()
         return args
 
     @property
@@ -137,22 +137,25 @@ class ServeArgs:
         """The name of this server."""
         return next(iter(self._servers), None)
 
-    def public_names(self) -> list[str]:
-        """The names of the models in requests, in their order; ValueError for invalid ones."""
-        aliases = dict[str, str]()
+    def names(self) -> list[list[str]]:
+        """The names of each model in requests, of which answers have the first; ValueError for invalid ones."""
+        names: dict[str, list[str]] = {model: [] for model in self.models}
         for alias, _, model in (name.partition("=") for name in self.name if "=" in name):
-            if model not in self.models or model in aliases:
-                others = ", ".join(other for other in self.models if other not in aliases)
-                raise ValueError(f"got --name {alias}={model}, expected {alias}= and another model: {others}")
+            if model not in names:
+                raise ValueError(f"got --name {alias}={model}, expected {alias}= and a model: {', '.join(self.models)}")
             if not ALIAS.fullmatch(alias):
                 raise ValueError(f"got --name {alias}={model}, expected at most 100 letters, digits and . _ / : -")
-            aliases[model] = alias
+            names[model].append(alias)
         # a path tells clients about the server's disk
-        paths = {model: Path(model).resolve().name for model in self.models if Path(model).exists()}
-        names = [aliases.get(model) or paths.get(model) or model for model in self.models]
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        given = [names[x] or [Path(x).resolve().name if Path(x).exists() else x] for x in self.models]
+        flat = [name for some in given for name in some]
+        if twice := next((name for name in flat if flat.count(name) > 1), None):
             raise ValueError(f"several models are named {twice}; name them by --name ALIAS=MODEL")
-        return names
+        return given
+
+    def public_names(self) -> list[str]:
+        """The first name of each model."""
+        return [names[0] for names in self.names()]
 
     @property
     def replica(self) -> list[str]:

@@ -69,7 +69,7 @@ async def _answer(body: Generation, job: ServerJob, prefix: str, request: Reques
         if body.response_format == "file":
             media = MEDIA.get(spec.how.kind, f"image/{spec.how.kind}")
             return Response(files[0], media_type=media, headers=body.headers)
-        default = "url" if spec.request.model.startswith(OF_LINKS) else "b64_json"
+        default = "url" if (body.model or spec.request.model).startswith(OF_LINKS) else "b64_json"
         if (body.response_format or default) == "url":
             names = await server.files.keep(job.key, spec.how.kind, files)
             data = [{"url": str(request.url_for("file", name=name))} for name in names]

@@ -123,7 +123,8 @@ async def run(args: ServeArgs, child: Sequence[str] | None) -> Ended:
             lambda: queue.length, lambda: len(queue.active) - queue.length, lambda: replica.memory, loaded
         )
         store = shared or JobFolder(folder, *kept)
-        server = ApiServer(args, name, queue, replica, store, codec, metrics, int(time.time()), terms)
+        named = {other: names[0] for names in args.names() for other in names}
+        server = ApiServer(args, name, queue, replica, store, codec, metrics, int(time.time()), terms, named)
         dispatch = Dispatch(server)
         app = create_app(server, keys, frozenset({args.host}))
         connections = Connections(args.connections, on_refused=lambda status: metrics.answered("", "", status))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -21,7 +21,10 @@ from seqpar.serve.messages import Ready, ServedModel
 
 @dataclass(frozen=True)
 class ApiServer:
-    """The parts of a server. name: prefix of its jobs' ids. started: Unix seconds. terms: of a key."""
+    """The parts of a server. name: prefix of its jobs' ids. started: Unix seconds. terms: of a key.
+
+    named: each name of a model in requests -> its first one, by which the ranks know it.
+    """
 
     args: ServeArgs
     name: str
@@ -32,6 +35,7 @@ class ApiServer:
     metrics: Metrics
     started: int
     terms: Callable[[str], KeyTerms]
+    named: Mapping[str, str]
 
     @property
     def keeps_records(self) -> bool:

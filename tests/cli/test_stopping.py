@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,10 @@ def paused() -> None:
 Ends = dict[int, tuple[int | None, list[str]]]  # exit code and lines, by signal
 
 
-def signalled(folder: Path, phase: str, start: str, half: int) -> Ends:
-    """Return how jobs end in a phase after signals: SIGTERM if half is odd, else the others; nothing may be left."""
+def signalled(folder: Path, phase: str, start: str, numbers: Iterable[signal.Signals]) -> Ends:
+    """Return how jobs end in a phase after signals; nothing may be left."""
     server()
-    jobs, ends, numbers = dict[int, Forked](), Ends(), SIGNALS[half % 2 :: 2]
+    jobs, ends = dict[int, Forked](), Ends()
     for number in numbers:
         own = folder / number.name
         for name in ("here", "out", "tmp"):
@@ -128,18 +128,21 @@ def signalled(folder: Path, phase: str, start: str, half: int) -> Ends:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("start", ["alone", "ranks"])
 def test_a_signal_ends_every_phase_with_one_line_and_leaves_nothing(tmp_path: Path, phase: str, start: str) -> None:
-    """Each signal comes in each phase, to a process alone or to the starter of ranks."""
-    ends = signalled(tmp_path, phase, start, PHASES.index(phase) + (start == "ranks"))
+    """Each signal comes in each phase: one to the starter of ranks, the others to a process alone."""
+    to_ranks = SIGNALS[PHASES.index(phase) % len(SIGNALS)]
+    ends = signalled(tmp_path, phase, start, [x for x in SIGNALS if (x == to_ranks) == (start == "ranks")])
     assert ends == {number: (128 + number, ["stopped"]) for number in ends}
 
 
-@pytest.mark.parametrize("phase", ["checks", "sampling", "writing"])
-def test_under_torchrun_a_signal_leaves_nothing_and_ranks_say_one_line(tmp_path: Path, phase: str) -> None:
+@pytest.mark.parametrize(("phase", "number"), zip(("checks", "sampling", "writing"), SIGNALS, strict=True))
+def test_under_torchrun_a_signal_leaves_nothing_and_ranks_say_one_line(
+    tmp_path: Path, phase: str, number: signal.Signals
+) -> None:
     """The agent prints a traceback of its own, and ends its ranks by the signal that it got."""
-    for number, (code, lines) in signalled(tmp_path, phase, "torchrun", phase == "sampling").items():
-        assert code
-        assert lines.count("stopped") == (number != signal.SIGTERM), lines
-        assert [line for line in lines if "seqpar/" in line] == [], "\n".join(lines)  # no traceback of a rank
+    code, lines = signalled(tmp_path, phase, "torchrun", [number])[number]
+    assert code
+    assert lines.count("stopped") == (number != signal.SIGTERM), lines
+    assert [line for line in lines if "seqpar/" in line] == [], "\n".join(lines)  # no traceback of a rank
 
 
 @contextmanager

@@ -24,6 +24,7 @@ SIZE: Any = {"height": 32, "width": 32, "num_inference_steps": 2, "max_sequence_
 PROBED = 1  # prompts of a probe, here
 CACHE = "dbcache:warmup=1"
 GAIN = 2.0  # dB over all in 8 bits
+FEW = {"GROUPS": 2, "RUNS": 6}  # of a search that many ranks repeat
 
 
 def eight(change: float = 0.0, precision: str | None = "fp8", **budget: Any) -> Any:
@@ -46,10 +47,9 @@ def searched(
     cache: Path,
     bound: float,
     prompts: Sequence[str] = PROMPTS,
-    size: Any = SIZE,
-    **lossy: Any,
+    **limits: int,
 ) -> tuple[Kept, list[int]]:
-    """Return what a search finds, and how many prompts each of its runs draws."""
+    """Return what a search finds, and how many prompts each of its runs draws. limits: names of `budget`."""
     counts, drawn = list[int](), Runs.drawn
 
     def counting(self: Runs, count: int | None = None) -> list[Drawn]:
@@ -60,11 +60,16 @@ def searched(
     with pytest.MonkeyPatch.context() as patch, exact_mode(), by_rows():
         patch.setenv("SEQPAR_CACHE", str(cache))
         patch.setattr(Runs, "drawn", counting)
-        patch.setattr(budget, "PROBED", PROBED)
-        pipe = eight(**lossy)
-        found = seqpar.keep_budget(pipe, bound, prompts, seed=3, model="tiny", **size)
+        for name, value in {"PROBED": PROBED, **limits}.items():
+            patch.setattr(budget, name, value)
+        pipe = eight()
+        found = seqpar.keep_budget(pipe, bound, prompts, seed=3, model="tiny", **SIZE)
         seqpar.release(pipe)
     return found, counts
+
+
+def searched_few(rank: int, world: int, device: torch.device, cache: Path, bound: float) -> tuple[Kept, list[int]]:
+    return searched(rank, world, device, cache, bound, PROMPTS[:1], **FEW)
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +103,11 @@ def test_the_budget_is_kept_in_few_runs_and_gemms_stay_in_8_bits(
 
 
 def test_any_number_of_ranks_keeps_the_same_file(cpu_ranks: Pool, bound: float, tmp_path: Path) -> None:
-    wanted, _ = searched(0, 1, CPU, tmp_path / "1", bound, PROMPTS[:1])
+    wanted, _ = searched_few(0, 1, CPU, tmp_path / "1", bound)
     (file,) = (tmp_path / "1").iterdir()
     assert wanted.names
     cache = tmp_path / "3"
-    for found, _ in cpu_ranks.run(3, searched, cache, bound, PROMPTS[:1]):
+    for found, _ in cpu_ranks.run(3, searched_few, cache, bound):
         assert found.names == wanted.names
     assert [(made.name, made.read_bytes()) for made in cache.iterdir()] == [(file.name, file.read_bytes())]
 

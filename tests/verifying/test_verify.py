@@ -218,9 +218,9 @@ def called(
     def latents() -> str:
         return digest(pipe.latents(**asked, steps=2) if ours else pipe(**seeded(), num_inference_steps=2).images)
 
-    def verified(fault: Fault) -> str:
+    def verified(planted: Fault) -> str:
         blocks, count = list[int](), evaluations_of(fault)
-        _, ended = ending(rank, fault, lambda: blocks.append(verify(pipe, **seeded(), evaluations=count).blocks))
+        _, ended = ending(rank, planted, lambda: blocks.append(verify(pipe, **seeded(), evaluations=count).blocks))
         return ended or ("holds" if blocks[0] >= 3 else "no blocks")
 
     before = latents()

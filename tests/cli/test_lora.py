@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,15 @@ def test_the_last_colon_begins_a_scale_where_a_number_follows(text: str, expecte
 # Pairs of Wan 2.2 --------------------------------------------------------------------------------------------------
 
 
+@cache
+def wan_of(folder: Path) -> Any:
+    return pipelines.quiet(THEIRS.WanPipeline.from_pretrained(folder, torch_dtype=torch.float64))
+
+
 def by_diffusers(folder: Path, high: Path | None, low: Path | None, second: bool = True, scale: float = 0.8) -> Any:
-    """diffusers' pipeline with a pair. second: whether the second file goes into the second transformer."""
-    pipe = pipelines.quiet(THEIRS.WanPipeline.from_pretrained(folder, torch_dtype=torch.float64))
+    """diffusers' pipeline with a pair, until the next call. second: whether the second transformer gets its file."""
+    pipe = wan_of(folder)
+    pipe.unload_lora_weights()
     for name, file, into in (("high", high, False), ("low", low, second)):
         if file is not None:
             named = {"weight_name": file.name, "adapter_name": name}

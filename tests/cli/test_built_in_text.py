@@ -16,6 +16,7 @@ from PIL import Image
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.loading.names import NAMES
+from seqpar.transformer import calibration
 from tests.cli.processes import LIMIT_S, environment
 from tests.cli.runs import SAME, pixels, shown
 from tests.support.pool import Pool
@@ -83,6 +84,7 @@ def cached(rank: int, world: int, device: torch.device, args: Args, cache: Path)
     """What a run prints, and the calibration that it leaves or finds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SEQPAR_CACHE", str(cache))
+        patch.setattr(calibration, "STEPS", 2)
         printed = shown(rank, world, device, args)
     (file,) = cache.iterdir()
     return printed, file.read_bytes()

@@ -32,7 +32,7 @@ from tests.support.pipelines import flux
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
 
-MEASURED = 20
+MEASURED = 12
 LATE_MS = 20.0
 Slow = dict[int, tuple[str, float]]
 """Rank -> the block in which it sleeps before its work, and for how many ms."""

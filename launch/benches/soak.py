@@ -124,7 +124,7 @@ def mixed(files: Files, count: int, scale: int = 1) -> list[Kind]:
     every = itertools.product(
         [None, *itertools.product(sides, sides)],
         [(7,), (1, 7)],
-        [Guidance(1.0), Guidance(4.0), Guidance(4.0, rescale=0.5)],
+        [Guidance(1.0), Guidance(4.0), Guidance(4.0, channels=3)],
         ["DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "DDPMScheduler"],
     )
     kinds = drawn.sample([Kind(*one) for one in every], KINDS)

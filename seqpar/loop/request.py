@@ -254,7 +254,6 @@ class Course:
             len(self.timesteps_S),
             guidance.on,
             guidance.channels,
-            guidance.rescale,
         )
         if (one := decision.one_step) is not None:
             return *same, one.learned, any(one.noisy), one.clipped

@@ -163,7 +163,7 @@ class Run:
                 self._graph.replay()
             else:
                 for name, output in self._outputs(self._count).items():
-                    branches = self._branches[name] = self._rescaled(name, *self._parted(name, output))
+                    branches = self._branches[name] = self._parted(name, output)
                     self.steppers[name](*branches, self._index, self._count, self._bad)
                 self._count.add_(1).remainder_(len(self.timesteps))  # a benchmark may run more steps
         self._index = (self._index + 1) % len(self.timesteps)
@@ -337,26 +337,3 @@ class Run:
         used = output[..., :width].to(state.tokens.dtype)
         cond, uncond = keeper.gathered((f"branches of {name}", state.shard), cfg, used[None], user=self)
         return cond, uncond
-
-    def _rescaled(self, name: str, cond: Tensor, uncond: Tensor | None) -> Branches:
-        """The branches, or with rescaling the guided prediction as the only branch.
-
-        Rescaling brings a share of the prediction to the standard deviation of the conditional one over the latent.
-        """
-        share = self._course.request.guidance.rescale
-        if uncond is None or not share:
-            return cond, uncond
-        keeper, state = self._dit.keeper, self.steppers[name].state
-        guided = guide(state.tokens, cond, uncond, self._scale(self._count), state.guided_width)
-        width = guided.shape[-1]
-        both = torch.stack((cond[..., :width].to(guided.dtype), guided)).double()
-        sums = torch.stack((both.sum(dim=(2, 3)), both.square().sum(dim=(2, 3))))
-        if keeper.axis.size > 1:
-            sums = keeper.gathered(f"deviations of {name}", keeper.axis, sums[None], user=self).sum(dim=0)
-        total, squares = sums
-        variance = squares - total.square() / (state.shard.total * width)
-        factor = (variance[0] / variance[1]).sqrt().to(guided.dtype)[:, None, None]
-        mixed = share * (factor * guided) + (1 - share) * guided
-        if self._course.decision.learned:  # the conditional branch's variances follow the prediction
-            mixed = torch.cat((mixed, cond[..., width : 2 * width].to(mixed.dtype)), dim=-1)
-        return mixed, None

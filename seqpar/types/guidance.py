@@ -1,4 +1,4 @@
-"""Settings of classifier-free guidance: scale of each step, guided channels, rescaling."""
+"""Settings of classifier-free guidance: its scale, and the channels that it guides."""
 
 from __future__ import annotations
 
@@ -37,39 +37,24 @@ class Guidance:
 
     u and c are the predictions without and with the prompt. A scale of 1 or less turns guidance off.
     channels: None guides all channels, as diffusers does; the original DiT guides 3 of 4.
-    scales: one scale for each evaluation of the model, instead of `scale`. If one of them is over 1, the unconditional
-    branch is computed at every step.
-    rescale: the share (0 to 1) of the guided prediction that is scaled to the standard deviation of the conditional
-    one (arXiv 2305.08891, section 3.4; diffusers' `guidance_rescale`).
     """
 
     scale: float = 4.0
     channels: int | None = None
-    scales: tuple[float, ...] | None = None
-    rescale: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.scales is not None and not isinstance(self.scales, tuple):
-            raise ValueError(f"got guidance scales={shown(self.scales)}, expected a tuple of numbers, or None")
-        for scale in (self.scale, *(self.scales or ())):
-            if not is_number(scale):
-                raise ValueError(f"got guidance {shown(scale)}, expected a finite number; 1 or less is no guidance")
-        if not is_number(self.rescale) or not 0 <= self.rescale <= 1:
-            raise ValueError(f"got rescale {shown(self.rescale)}, expected 0 (none) to 1 (all)")
+        if not is_number(self.scale):
+            raise ValueError(f"got guidance {shown(self.scale)}, expected a finite number; 1 or less is no guidance")
         if self.channels is not None and (isinstance(self.channels, bool) or not isinstance(self.channels, int)):
             raise ValueError(f"got guidance on channels={shown(self.channels)}, expected a whole number, or None")
 
     @property
     def on(self) -> bool:
-        return max(self.scales or (self.scale,)) > 1
+        return self.scale > 1
 
     def vector(self, evaluations: int) -> Tensor:
-        """Return the scale of each evaluation, (S,) fp64, CPU; raises ValueError if `scales` has another length."""
-        scales = self.scales or (self.scale,)
-        scales = scales * evaluations if len(scales) == 1 else scales
-        if len(scales) != evaluations:
-            raise ValueError(f"got {len(scales)} guidance scales, expected {evaluations}, one per evaluation")
-        return torch.tensor(scales, dtype=torch.float64)
+        """Return the scale of each evaluation, (S,) fp64, CPU."""
+        return torch.full((evaluations,), float(self.scale), dtype=torch.float64)
 
 
 def check_layout(data: int, cfg: int, images: int, guidance: Guidance, channels: int) -> None:

@@ -69,11 +69,11 @@ class Case:
         return draw_noise((self.images, 4, *self.size), torch.Generator().manual_seed(self.seed)).to(self.dtype)
 
 
-def guided(model: nn.Module, x: Tensor, t: Any, labels: Tensor, guidance: Guidance, index: int = 0) -> Tensor:
+def guided(model: nn.Module, x: Tensor, t: Any, labels: Tensor, guidance: Guidance) -> Tensor:
     """The output of diffusers' model: the first channels are guided, the others conditional."""
     when = torch.as_tensor(t).to(x.device).expand(len(x))
     c, u = (model(x, timestep=when, class_labels=y).sample for y in (labels, torch.full_like(labels, CLASSES)))
-    channels, scale = guidance.channels or 4, guidance.scales[index] if guidance.scales else guidance.scale
+    channels, scale = guidance.channels or 4, guidance.scale
     mixed = u[:, :channels] + scale * (c - u)[:, :channels] if guidance.on else c[:, :channels]
     return torch.cat((mixed, c[:, channels:]), dim=1)
 
@@ -92,9 +92,9 @@ def by_diffusers(case: Case) -> list[Any]:
     if "generator" in inspect.signature(made.step).parameters:
         options["generator"] = torch.Generator().manual_seed(5)
     learned = made.config.get("variance_type") == "learned_range"
-    for index, t in enumerate(made.timesteps[start:]):
+    for t in made.timesteps[start:]:
         seen = made.scale_model_input(x, t) if hasattr(made, "scale_model_input") else x
-        out = guided(model, seen.to(case.dtype), t, labels, case.guidance, index)
+        out = guided(model, seen.to(case.dtype), t, labels, case.guidance)
         outputs.append(made.step(out if learned else out[:, :4], t, x, **options))
         x = outputs[-1].prev_sample
     return outputs
@@ -176,10 +176,6 @@ LEARNED = replace(LEARNED, exact=True)
 CLIP = (("clip_sample", True), ("clip_sample_range", 0.5))
 
 
-def scales(count: int, turn: int = 0) -> Guidance:
-    return Guidance(scales=tuple(1.0 + 0.25 * ((index + turn) % count % 9) for index in range(count)))
-
-
 # row -> (case, largest error, a case whose latents are others or None); tables of diffusers that are not exact are fp32
 TRUTHS: dict[str, tuple[Case, float, Case | None]] = {
     **{
@@ -221,14 +217,6 @@ TRUTHS: dict[str, tuple[Case, float, Case | None]] = {
         for name, case in (NAMED | WHOLE).items()
         if name in ("DPM++ 2M", "UniPC", "Heun", "FlowMatchEuler", "DPM++ thresholds")
     },
-    **{
-        f"{name} scales": (replace(case, guidance=scales(count)), 1e-6, replace(case, guidance=scales(count, 1)))
-        for name, case, count in (
-            ("DPM++ 2M", NAMED["DPM++ 2M"], 16),
-            ("FlowMatchEuler", NAMED["FlowMatchEuler"], 16),
-            ("PNDM", WHOLE["PNDM"], 25),
-        )
-    },
     "TCD default eta": (NOISY["TCD"], 1e-6, replace(NOISY["TCD"], options=(("eta", 0.0),))),
 }
 
@@ -265,7 +253,6 @@ UNEVEN = Case(size=(6, 10))  # 15 tokens
 STILL, DRAWN = (replace(UNEVEN, options=(("eta", eta),)) for eta in (0.0, 0.7))
 REPLICATED = replace(DRAWN, config=(("thresholding", True),))
 OTHERS = [Case(name) for name in ("DPMSolverMultistepScheduler", "EulerAncestralDiscreteScheduler")]
-RESCALED = replace(LEARNED, guidance=Guidance(3.0, rescale=0.7))
 # guidance on some channels with 1 to 3 images is the most general, and has every mesh; the others have some
 ROWS: list[tuple[int, Layout, Case]] = [
     *((*mesh, replace(UNEVEN, guidance=SOME, images=max(mesh[1][2], 1 + i % 3))) for i, mesh in enumerate(MESHES)),
@@ -281,7 +268,7 @@ ROWS: list[tuple[int, Layout, Case]] = [
     # of which test_original.py compares bits
     *((*mesh, LEARNED) for mesh in MESHES[::4]),
     (*MESHES[5], replace(LEARNED, guidance=Guidance(1.0))),
-    *((*mesh, RESCALED) for mesh in (MESHES[5], MESHES[9])),
+    *((*mesh, LEARNED) for mesh in (MESHES[5], MESHES[9])),
 ]
 
 
@@ -294,9 +281,8 @@ def test_sampling_is_the_same_on_every_mesh(ranks: Pool, world: int) -> None:
             assert (got - truth).abs().max() < TOLERANCE * truth.abs().max(), (layout, case)
 
 
-def test_negative_control_noise_and_rescaling_change_the_latents() -> None:
+def test_negative_control_noise_changes_the_latents() -> None:
     assert (alone(DRAWN) - alone(STILL)).abs().max() > 1e-2
-    assert off(alone(RESCALED), alone(replace(RESCALED, guidance=Guidance(3.0)))) > 1e-3
 
 
 # errors that one rank makes with its part of a step's noise
@@ -386,7 +372,6 @@ def test_latents_that_stop_being_finite_are_reported_with_their_step(ranks: Pool
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guidance": Guidance(1.0), "cfg": 2}, r"got cfg=2 with guidance 1\.0, expected guidance > 1"),
     ({"guidance": Guidance(3.0, 9)}, "got guidance on 9 channels, expected 1 to 4"),
-    ({"guidance": Guidance(scales=(2.0, 3.0))}, "got 2 guidance scales, expected 1, one per evaluation"),
     ({"shape": (3, 5, 8, 8)}, r"got noise of shape \(3, 5, 8, 8\), expected \(N, 4, H, W\)"),
     ({"data": 2, "shape": (1, 4, 8, 8)}, r"got 1 image\(s\) for data=2"),
     ({"labels": {}}, r"got prompt \[\], expected \['class_labels'\]"),

@@ -161,11 +161,11 @@ class Sampler:
             self._run.release()
         self._run = self._kind = self._latents = None
 
-    def _decided(self, scheduler: Any, options: Mapping[str, Any], begin: int) -> Decision:
+    def _decided(self, scheduler: Any, options: Mapping[str, Any]) -> Decision:
         """`decide`, cached for an equal scheduler: tracing 50 steps takes 60 ms, in which the GPU would idle."""
-        key = type(scheduler), _value(vars(scheduler)), _value(sorted(options.items())), begin
+        key = type(scheduler), _value(vars(scheduler)), _value(sorted(options.items()))
         if self._decision is None or self._decision[0] != key:
-            self._decision = key, decide(scheduler, options, begin)
+            self._decision = key, decide(scheduler, options)
         return self._decision[1]
 
 

@@ -32,12 +32,11 @@ class Request:
     several streams a mapping, in which 3-D tensors are tokens (N, L, C). prompt: the keyword arguments of the model's
     `encode`, N rows each. negative: the prompt of the unconditional branch; None uses the model's null prompt.
     eta: noise that a step adds; None uses the scheduler's default. generator: a CPU generator for noise within the run;
-    None uses seed 0. use_clipped_model_output: see diffusers' DDIM. begin: index of the first evaluation of the model;
-    if it is not 0, the state is used as given, without scaling (image-to-image passes an image with the noise of that
-    step). respacing: timesteps by a text of the original DiT, such as "250" or "ddim25", which replace the number of
-    steps (DDIM and DDPM; `seqpar.loading.schedulers.spaced`). clip_denoised: clip each predicted x0 to +-1, as the
-    original code does (DDIM and DDPM). schedule: keyword arguments of the scheduler's `set_timesteps`; sigmas or
-    timesteps in it replace the number of steps, as in diffusers' pipelines.
+    None uses seed 0. use_clipped_model_output: see diffusers' DDIM. respacing: timesteps by a text of the original DiT,
+    such as "250" or "ddim25", which replace the number of steps (DDIM and DDPM; `seqpar.loading.schedulers.spaced`).
+    clip_denoised: clip each predicted x0 to +-1, as the original code does (DDIM and DDPM). schedule: keyword arguments
+    of the scheduler's `set_timesteps`; sigmas or timesteps in it replace the number of steps, as in diffusers'
+    pipelines.
     drawn: streams of the model whose tokens change at every evaluation, (S, N, L, C). negative_drawn: those of them
     that differ in the unconditional branch (UniDiffuser: text that is noise), of the same shapes.
     """
@@ -50,7 +49,6 @@ class Request:
     eta: float | None = None
     generator: torch.Generator | None = None
     use_clipped_model_output: bool = False
-    begin: int = 0
     respacing: str | None = None
     clip_denoised: bool = False
     schedule: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +101,6 @@ def _check(dit: DistributedDiT, request: Request, on_step: object) -> None:
     # settings
     check_kind("guidance", request.guidance, Guidance, expected="seqpar.Guidance(scale)")
     check_whole("steps", request.steps, 1, MOST_STEPS)
-    check_whole("begin", request.begin, 0, MOST_STEPS)
     if request.eta is not None:
         check_real("eta", request.eta)
     for name in ("use_clipped_model_output", "clip_denoised"):
@@ -187,7 +184,7 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
         return request
     generator = request.generator or torch.Generator().manual_seed(0)
     config = {name: value for name, value in request.scheduler.config.items() if not name.startswith("_")}
-    equal = ("steps", "begin", "use_clipped_model_output", "respacing", "clip_denoised")
+    equal = ("steps", "use_clipped_model_output", "respacing", "clip_denoised")
     form = {name: getattr(request, name) for name in equal} | {
         "scheduler": (type(request.scheduler).__name__, sorted(config.items())),
         "schedule": sorted(request.schedule.items()),
@@ -230,7 +227,7 @@ class Course:
     @property
     def start_scale(self) -> float:
         # multiplies the noise before the first step
-        return 1.0 if self.request.begin else float(getattr(self.scheduler, "init_noise_sigma", 1.0))
+        return float(getattr(self.scheduler, "init_noise_sigma", 1.0))
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -262,7 +259,7 @@ class Course:
         return *same, sizes, bool(schedule.draws)
 
 
-def course(request: Request, decided: Callable[[Any, Mapping[str, Any], int], Decision] = decide) -> Course:
+def course(request: Request, decided: Callable[[Any, Mapping[str, Any]], Decision] = decide) -> Course:
     """Build the schedule of a request; ValueError for settings that do not fit the scheduler.
 
     decided: `decide`, or a function that caches its results.
@@ -275,11 +272,8 @@ def course(request: Request, decided: Callable[[Any, Mapping[str, Any], int], De
         set_timesteps(scheduler, request.steps, request.schedule)
     else:
         respace(scheduler, request.respacing)
-    evaluations = len(scheduler.timesteps)
-    if not 0 <= request.begin < evaluations:
-        raise ValueError(f"got begin {request.begin}, expected 0 to {evaluations - 1}")
     clipped = request.use_clipped_model_output or request.clip_denoised
     options = {"eta": request.eta, "use_clipped_model_output": clipped or None}
-    timesteps = torch.as_tensor(scheduler.timesteps)[request.begin :]
-    decision = decided(scheduler, options, request.begin)
+    timesteps = torch.as_tensor(scheduler.timesteps)
+    decision = decided(scheduler, options)
     return Course(request, scheduler, decision, timesteps, request.guidance.vector(len(timesteps)))

@@ -45,8 +45,8 @@ def clip(scheduler: Any) -> float:
     return scheduler.config.clip_sample_range if scheduler.config.clip_sample else float("inf")
 
 
-def ddim_steps(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Coefficients:
-    """DDIM's steps from the scheduler's evaluation `begin` on, with 8 coefficients c each.
+def ddim_steps(scheduler: Any, options: Mapping[str, Any]) -> Coefficients:
+    """DDIM's steps, with 8 coefficients c each.
 
     For state x, model output m and noise z: x0 = c0 x + c1 m, clipped to +-c2, e = c3 x + c4 m, next x = c5 x0 + c6 e +
     c7 z. options: keyword arguments of the scheduler's step; with use_clipped_model_output, e = c3 x + c4 x0 instead,
@@ -58,7 +58,7 @@ def ddim_steps(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Co
     stride = scheduler.config.num_train_timesteps // scheduler.num_inference_steps
     respaced = getattr(scheduler, "respaced", None) is scheduler.timesteps
     ends = [*timesteps[1:], -1] if respaced else [t - stride for t in timesteps]
-    for t, end in list(zip(timesteps, ends, strict=True))[begin:]:
+    for t, end in zip(timesteps, ends, strict=True):
         alpha = float(scheduler.alphas_cumprod[t])
         before = float(scheduler.alphas_cumprod[end] if end >= 0 else scheduler.final_alpha_cumprod)
         sigma = eta * ((1 - before) / (1 - alpha) * (1 - alpha / before)) ** 0.5
@@ -86,8 +86,8 @@ def prediction_weights(kind: str, a: float, b: float) -> tuple[float, float, flo
     raise ValueError(f"got a scheduler with prediction_type {kind!r}, expected epsilon, sample or v_prediction")
 
 
-def ddpm_steps(scheduler: Any, begin: int = 0) -> Coefficients:
-    """DDPM's steps from the scheduler's evaluation `begin` on, with 7 coefficients c each.
+def ddpm_steps(scheduler: Any) -> Coefficients:
+    """DDPM's steps, with 7 coefficients c each.
 
     They come from fp64 products of the scheduler's betas. For state x, model output m, its v and noise z: x0 = c0 x +
     c1 m, clipped to +-c2, next x = c3 x0 + c4 x + exp(c5 + c6 v) z. A step ends at the next timestep of the schedule,
@@ -95,7 +95,7 @@ def ddpm_steps(scheduler: Any, begin: int = 0) -> Coefficients:
     """
     rows, timesteps = [], scheduler.timesteps.tolist()
     alphas = torch.cumprod(1 - scheduler.betas.double(), 0).tolist()
-    for t, end in list(zip(timesteps, [*timesteps[1:], -1], strict=True))[begin:]:
+    for t, end in zip(timesteps, [*timesteps[1:], -1], strict=True):
         alpha, before = alphas[t], alphas[end] if end >= 0 else 1.0
         beta = 1 - alpha / before
         x0_x, x0_m, _, _ = prediction_weights(scheduler.config.prediction_type, alpha**0.5, (1 - alpha) ** 0.5)
@@ -103,7 +103,7 @@ def ddpm_steps(scheduler: Any, begin: int = 0) -> Coefficients:
         # the logarithm of sigma is half that of the variance, and v = -1 and 1 stand for its bounds
         low, high = log(max((1 - before) / (1 - alpha) * beta, LEAST)) / 2, log(beta) / 2
         rows.append((x0_x, x0_m, clip(scheduler), keep, stay, (high + low) / 2, (high - low) / 2))
-    return Coefficients(torch.tensor(rows, dtype=torch.float64), tuple(t > 0 for t in timesteps[begin:]), learned=True)
+    return Coefficients(torch.tensor(rows, dtype=torch.float64), tuple(t > 0 for t in timesteps), learned=True)
 
 
 MOST = 4  # maximum number of states or outputs that a step may need, including the current one
@@ -181,8 +181,8 @@ class Recorder(TorchFunctionMode):
         return self.draws[-1]
 
 
-def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedule:
-    """The coefficients of a diffusers scheduler whose timesteps are set, from its evaluation `begin` on.
+def trace(scheduler: Any, options: Mapping[str, Any]) -> Schedule:
+    """The coefficients of a diffusers scheduler whose timesteps are set.
 
     options: keyword arguments of its step, such as eta; see `step_options`. The scheduler itself is not changed.
     Raises NotLinearError, with the reason, if coefficients cannot express its steps, and ValueError if it fails.
@@ -190,9 +190,9 @@ def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedul
     # 1. a copy of the scheduler runs on random vectors; before each step, `drawn` is the number of draws so far
     generator = torch.Generator().manual_seed(0)
     scales, states, drawn, recorder = [], [vector(generator)], [0], Recorder(generator)
-    outputs = [vector(generator) for _ in scheduler.timesteps[begin:]]  # not in the recorder, which would record them
+    outputs = [vector(generator) for _ in scheduler.timesteps]  # not in the recorder, which would record them
     with recorder:
-        for seen, state in stepped(scheduler, options, begin, states[0], outputs):
+        for seen, state in stepped(scheduler, options, states[0], outputs):
             scales.append(scale_of(seen, states[-1]))
             states.append(state)
             drawn.append(len(recorder.draws))
@@ -210,45 +210,43 @@ def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedul
         pad_sequence([row for row, _, _ in rows], batch_first=True),
         pad_sequence([row for _, row, _ in rows], batch_first=True),
         noise,
-        drawn_dtypes(scheduler, options, begin) if draws else (),
+        drawn_dtypes(scheduler, options) if draws else (),
         max(residual for _, _, residual in rows),
     )
 
 
-def drawn_dtypes(scheduler: Any, options: Mapping[str, Any], begin: int) -> tuple[torch.dtype | None, ...]:
+def drawn_dtypes(scheduler: Any, options: Mapping[str, Any]) -> tuple[torch.dtype | None, ...]:
     """The dtype of each draw, None for that of the state: some schedulers make an fp64 state fp32 first."""
     generator = torch.Generator().manual_seed(0)
     state, output, recorder = vector(generator), vector(generator), Recorder(generator, casts=True)
     with recorder:
-        list(stepped(scheduler, options, begin, state, repeat(output)))
+        list(stepped(scheduler, options, state, repeat(output)))
     return tuple(recorder.dtypes)
 
 
-def check_whole(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> None:
+def check_whole(scheduler: Any, options: Mapping[str, Any]) -> None:
     """Raise ValueError, with the reason, if a scheduler cannot step whole latents identically on every rank.
 
     This runs a copy of the scheduler on random latents; see `trace` for the arguments.
     """
     generator = torch.Generator().manual_seed(0)
-    state, *outputs = (torch.randn(SHAPE, generator=generator) for _ in [None, *scheduler.timesteps[begin:]])
+    state, *outputs = (torch.randn(SHAPE, generator=generator) for _ in [None, *scheduler.timesteps])
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
-        list(stepped(scheduler, options, begin, state, outputs))
+        list(stepped(scheduler, options, state, outputs))
         if not torch.equal(torch.get_rng_state(), before):
             raise ValueError("it draws from torch's global generator, whose numbers differ between ranks")
 
 
 def stepped(
-    scheduler: Any, options: Mapping[str, Any], begin: int, state: Tensor, outputs: Iterable[Tensor]
+    scheduler: Any, options: Mapping[str, Any], state: Tensor, outputs: Iterable[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Step a copy of the scheduler from its evaluation `begin` on; yield the model's input and the next state.
+    """Step a copy of the scheduler; yield the model's input and the next state.
 
     Raises ValueError if a step returns no latents, or numbers that are not finite.
     """
     scheduler, dtype = copy.deepcopy(scheduler), state.dtype
-    if begin and hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(begin)
-    for index, (t, output) in enumerate(zip(scheduler.timesteps[begin:], outputs, strict=False)):
+    for index, (t, output) in enumerate(zip(scheduler.timesteps, outputs, strict=False)):
         seen = scheduler.scale_model_input(state, t) if hasattr(scheduler, "scale_model_input") else state
         following = scheduler.step(output.clone(), t, state.clone(), **options).prev_sample
         if following.shape != SHAPE or not following.is_floating_point():

@@ -47,13 +47,12 @@ class Decision:
     """How a scheduler steps: exactly one of schedule, one_step and whole is given.
 
     schedule: traced coefficients. one_step: those of DDIM or DDPM. whole: the reason why full latents are stepped.
-    options: the keyword arguments of the scheduler's step. begin: index of the first evaluation.
+    options: the keyword arguments of the scheduler's step.
     """
 
     schedule: Schedule | None = None
     whole: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    begin: int = 0
     one_step: Coefficients | None = None
 
     @property
@@ -75,8 +74,8 @@ class Decision:
         return f"on local tokens (from the last {states} state(s) and {outputs} output(s))"
 
 
-def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int = 0) -> Decision:
-    """Decide how a diffusers scheduler, whose timesteps are set, steps from its evaluation `begin` on.
+def decide(scheduler: Any, options: Mapping[str, Any] | None = None) -> Decision:
+    """Decide how a diffusers scheduler steps, whose timesteps are set.
 
     options: keyword arguments for its step (eta, use_clipped_model_output); None and unknown ones are left out. Raises
     ValueError, with the reason, if the scheduler does not work with its settings.
@@ -86,18 +85,18 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
         raise ValueError(f"got scheduler {name!r}, which {reason}; use a scheduler such as DDIMScheduler")
     accepted = step_options(scheduler, **(options or {}))
     if steps_locally(scheduler):
-        return Decision(options=accepted, begin=begin, one_step=ddim_steps(scheduler, accepted, begin))
+        return Decision(options=accepted, one_step=ddim_steps(scheduler, accepted))
     if learns_range(scheduler):
-        return Decision(options=accepted, begin=begin, one_step=ddpm_steps(scheduler, begin))
+        return Decision(options=accepted, one_step=ddpm_steps(scheduler))
     drawn = accepted | step_options(scheduler, generator=torch.Generator())
     try:
         try:
-            return Decision(trace(scheduler, drawn, begin), None, accepted, begin)
+            return Decision(trace(scheduler, drawn), None, accepted)
         except NotLinearError as error:
-            check_whole(scheduler, drawn, begin)
+            check_whole(scheduler, drawn)
             causes = [flag for flag in ("thresholding", "clip_sample", "clip_denoised") if scheduler.config.get(flag)]
             reason = f"because of its {' and '.join(causes)}" if causes else str(error)
-            return Decision(None, f"{name} is not traced, {reason}", accepted, begin)
+            return Decision(None, f"{name} is not traced, {reason}", accepted)
     except FAILURES as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"got scheduler {name!r}, which fails in its step: {reason}") from error
@@ -274,9 +273,7 @@ class Replicated(Stepper):
         super().__init__(state)
         self._scheduler, self._guidance_S = scheduler, guidance_S
         self._options = {**decision.options, **step_options(scheduler, generator=generator)}
-        self._timesteps = scheduler.timesteps[decision.begin :]
-        if decision.begin and hasattr(scheduler, "set_begin_index"):
-            scheduler.set_begin_index(decision.begin)
+        self._timesteps = scheduler.timesteps
         self._latents = start.to(state.tokens.device, state.tokens.dtype)
         self._show(0)
 

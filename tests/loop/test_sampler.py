@@ -106,7 +106,7 @@ def test_a_schedule_is_traced_again_where_its_scheduler_may_have_changed(monkeyp
     def is_traced(kind: Any, **change: Any) -> bool:
         before, made = traced.call_count, kind(timestep_spacing="trailing")
         vars(made).update(change)
-        sampler._decided(made, {"eta": None}, 0)
+        sampler._decided(made, {"eta": None})
         return traced.call_count > before
 
     assert [is_traced(kind) for kind in (kinds[0], kinds[0], kinds[1], kinds[1])] == [True, False, True, False]

@@ -82,17 +82,15 @@ def guided(model: nn.Module, x: Tensor, t: Any, labels: Tensor, guidance: Guidan
 def by_diffusers(case: Case) -> list[Any]:
     """What the scheduler returns at each step of diffusers' model in one process."""
     model, made, options = diffusers_dit(num_layers=case.layers), case.scheduler(), dict(case.options)
-    model, start = model.to(DEVICE, case.dtype), options.pop("begin", 0)
+    model = model.to(DEVICE, case.dtype)
     # LTX alone computes with its sigmas on the latents' device, the others with numbers
     made.set_timesteps(case.steps, **({"device": DEVICE} if "LTX" in case.name else {}))
-    if start:
-        made.set_begin_index(start)
-    x = case.noise().to(DEVICE) * (1.0 if start else float(getattr(made, "init_noise_sigma", 1.0)))
+    x = case.noise().to(DEVICE) * float(getattr(made, "init_noise_sigma", 1.0))
     labels, outputs = torch.tensor(LABELS[: case.images], device=DEVICE), []
     if "generator" in inspect.signature(made.step).parameters:
         options["generator"] = torch.Generator().manual_seed(5)
     learned = made.config.get("variance_type") == "learned_range"
-    for t in made.timesteps[start:]:
+    for t in made.timesteps:
         seen = made.scale_model_input(x, t) if hasattr(made, "scale_model_input") else x
         out = guided(model, seen.to(case.dtype), t, labels, case.guidance)
         outputs.append(made.step(out if learned else out[:, :4], t, x, **options))
@@ -211,12 +209,8 @@ TRUTHS: dict[str, tuple[Case, float, Case | None]] = {
         for name, case in NOISY.items()
         if name != "KDPM2 ancestral"  # which draws as Euler does, and takes a second
     },
-    # image-to-image begins in the middle; Heun evaluates twice per step
-    **{
-        f"{name} from 7": (replace(case, options=(("begin", 7),)), 1e-6, case)
-        for name, case in (NAMED | WHOLE).items()
-        if name in ("DPM++ 2M", "UniPC", "Heun", "FlowMatchEuler", "DPM++ thresholds")
-    },
+    # steps of which each rank computes all
+    **{name: (case, 1e-6, None) for name, case in WHOLE.items()},
     "TCD default eta": (NOISY["TCD"], 1e-6, replace(NOISY["TCD"], options=(("eta", 0.0),))),
 }
 

@@ -38,7 +38,6 @@ SAMPLE: list[tuple[str, list[Any], str]] = [
     ("guidance", [4.0, None, "4", Guidance], "expected seqpar.Guidance"),
     ("eta", ["x", True, float("nan"), 10**400], "got eta="),
     ("generator", [5, torch.Generator], "got generator="),
-    ("begin", [-1, 1.0, "x", None], "got begin="),
     ("respacing", [250, [1]], "got respacing="),
     ("clip_denoised", ["x", None, 5], "expected True or False"),
     ("schedule", [None, 5, {"x": 1}, {"sigmas": [1.0]}], "got schedule"),

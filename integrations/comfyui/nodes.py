@@ -85,10 +85,17 @@ class Model:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt. images_BHW3: that the model edits, with values in [0, 1]."""
+    """A prompt. images_BHW3: that the model edits, with values in [0, 1]. mask_HW: 1 where one is repainted."""
 
     text: str
     images_BHW3: torch.Tensor | None = None
+    mask_HW: torch.Tensor | None = None
+
+    @property
+    def files(self) -> list[tuple[str, bytes]]:
+        """The fields of a form with the images and the mask."""
+        images = [("image[]", file) for file in files_of(self.images_BHW3)]
+        return images if self.mask_HW is None else [*images, ("mask", mask_file(self.mask_HW))]
 
 
 # requests ------------------------------------------------------------------------------------------------------------
@@ -116,16 +123,29 @@ def files_of(images_BHW3: torch.Tensor | None) -> list[bytes]:
     return [save({"image": image.cpu().contiguous()}) for image in images_HW3]
 
 
+def files_of_latents(samples: torch.Tensor) -> list[tuple[str, bytes]]:
+    return [("image[]", save({"latents": latent[None].float().cpu().contiguous()})) for latent in samples]
+
+
+def mask_file(mask_HW: torch.Tensor) -> bytes:
+    """A mask as the server takes it: a PNG that is transparent where the image is repainted."""
+    kept, file = (255 - mask_HW.float() * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy(), BytesIO()
+    if kept.min() == 255:  # as ComfyUI loads an image without a mask
+        raise ValueError("the mask selects nothing; paint it with ComfyUI's mask editor, or disconnect it")
+    Image.fromarray(np.dstack([np.zeros_like(kept), kept]), "LA").save(file, "png")
+    return file.getvalue()
+
+
 def generated(
-    model: Model, text: str, fields: Mapping[str, Any], files: Sequence[bytes], count: int = 1
+    model: Model, text: str, fields: Mapping[str, Any], files: Sequence[tuple[str, bytes]], count: int = 1
 ) -> list[dict[str, torch.Tensor]]:
     """The tensors of each image that a request makes, with progress and previews at the running node.
 
+    files: fields of a form and their contents.
     Raises ServerError with the server's message; ComfyUI shows it at the node.
     """
     body = {**model.fields, "prompt": text, "n": count, "stream": True, "stream_steps": True, **fields}
-    parts = [("image[]", file) for file in files]
-    request = (EDITS, as_form(body, parts)) if files else (GENERATIONS, as_json(body))
+    request = (EDITS, as_form(body, files)) if files else (GENERATIONS, as_json(body))
     bar, tensors, done, total = comfy.utils.ProgressBar(count), list[dict[str, torch.Tensor]](), 0, count
     for event in model.server.events(*request, check):
         match event["type"].rpartition(".")[2]:
@@ -302,17 +322,20 @@ class TextNode(io.ComfyNode):
             node_id="SeqparText",
             display_name="seqpar: text",
             category=CATEGORY,
-            description="A prompt; with images for models that edit them. The server encodes it.",
+            description="A prompt; with images for models that edit them, or a mask for those that repaint a part.",
             inputs=[
                 io.String.Input("text", multiline=True, dynamic_prompts=True),
                 io.Image.Input("images", optional=True, tooltip="To edit, or to begin with; several as a batch."),
+                io.Mask.Input("mask", optional=True, tooltip="What is repainted of a single image of the same size."),
             ],
             outputs=[TextType.Output(display_name="text")],
         )
 
     @classmethod
-    def execute(cls, text: str, images: torch.Tensor | None = None) -> io.NodeOutput:
-        return io.NodeOutput(Text(text, images))
+    def execute(cls, text: str, images: torch.Tensor | None = None, mask: torch.Tensor | None = None) -> io.NodeOutput:
+        if mask is not None and (images is None or len(images) != 1):
+            raise ValueError("a mask needs one image; connect it")
+        return io.NodeOutput(Text(text, images, None if mask is None else mask.reshape(mask.shape[-2:])))
 
 
 def sampling_inputs() -> list[io.Input]:
@@ -388,7 +411,7 @@ class Generate(io.ComfyNode):
             partial_images=previews or None,
             output_format="safetensors",
         )
-        made = generated(model, positive.text, fields, files_of(positive.images_BHW3), batch_size)
+        made = generated(model, positive.text, fields, positive.files, batch_size)
         return io.NodeOutput(as_images(made))
 
 
@@ -450,7 +473,7 @@ class Sample(io.ComfyNode):
             if samples is not None:
                 side, count = cls.side(model), len(samples)
                 fields["size"] = f"{samples.shape[-1] * side}x{samples.shape[-2] * side}"
-            made = generated(model, positive.text, fields | {"seed": seed}, files_of(positive.images_BHW3), count)
+            made = generated(model, positive.text, fields | {"seed": seed}, positive.files, count)
             return io.NodeOutput({"samples": torch.cat([tensors["latents"] for tensors in made])})
         if samples is None or positive.images_BHW3 is not None:
             raise ValueError("denoise below 1 needs latents to begin with, and no images in the text")
@@ -459,7 +482,7 @@ class Sample(io.ComfyNode):
             fields |= {"steps": int(few / denoise), "strength": (few - 0.5) / int(few / denoise)}
         else:
             fields["strength"] = 1
-        files = [save({"latents": latent[None].float().cpu().contiguous()}) for latent in samples]
+        files = files_of_latents(samples)
         made = [
             generated(model, positive.text, fields | {"seed": seed + index}, [file])[0]["latents"]
             for index, file in enumerate(files)
@@ -491,7 +514,7 @@ class Decode(io.ComfyNode):
     @classmethod
     def execute(cls, model: Model, samples: dict[str, Any]) -> io.NodeOutput:
         fields = {"steps": 0, "output_format": "safetensors"}
-        files = [save({"latents": latent[None].float().cpu().contiguous()}) for latent in samples["samples"]]
+        files = files_of_latents(samples["samples"])
         plain = replace(model, loras=())
         return io.NodeOutput(as_images([generated(plain, "decode", fields, [file])[0] for file in files]))
 
@@ -549,6 +572,8 @@ class Video(io.ComfyNode):
             scheduler=scheduler_of(sampler_name),
             output_format="safetensors" if transfer == "raw" else "mp4",
         )
+        if positive.mask_HW is not None:
+            raise ValueError("videos take no mask; disconnect it")
         file = cls.made(model.server, fields, files_of(positive.images_BHW3))
         if transfer == "mp4":
             video = InputImpl.VideoFromFile(BytesIO(file))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from seqpar.pipelines.image_files import digest
 from tests.support.comfy_nodes import NODES, Comfy, InterruptProcessingError, load_nodes
 from tests.support.fake_replica import SIZE, pixels_of
 from tests.support.front import CHILD, PIXELS, ROOT, RUN, Running, running, until
@@ -76,6 +77,30 @@ def test_edits_arrays_without_loss(nodes: Any) -> None:
         nodes.Generate, model=run(nodes.Connect, model="editor"), positive=run(nodes.TextNode, text="red", images=given)
     )
     assert (as_bytes(made) == PIXELS).all()
+
+
+def repaint(nodes: Any, model: Any, **inputs: Any) -> None:
+    run(nodes.Generate, model=model, positive=run(nodes.TextNode, text="drawn", **inputs))
+
+
+def test_a_mask_says_what_is_repainted(nodes: Any, server: Running) -> None:
+    given, mask = torch.from_numpy(PIXELS.astype(np.float32) / 255.0)[None], torch.zeros(1, *PIXELS.shape[:2])
+    mask[..., 4:] = 1
+    model = run(nodes.Connect, model="editor")
+    repaint(nodes, model, images=given, mask=mask)
+    order = server.orders[-1]
+    assert order["mask"]["digest"] == digest((mask * 255).to(torch.uint8).numpy().tobytes())
+    assert order["images"][0]["digest"] == digest(PIXELS.tobytes())
+    for inputs, message in (
+        ({"images": None}, "a mask needs one image"),
+        ({"mask": torch.zeros(1, 64, 64)}, "the mask selects nothing; paint it"),
+        ({"mask": torch.ones(1, 64, 64)}, "mask of 64x64 pixels, expected the image's 10x6"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            repaint(nodes, model, **{"images": given, "mask": mask, **inputs})
+    text, clip = run(nodes.TextNode, text="x", images=given, mask=mask), run(nodes.Connect, model="clip")
+    with pytest.raises(ValueError, match="videos take no mask"):
+        run(nodes.Video, model=clip, positive=text)
 
 
 def test_errors_are_the_servers(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ class Video:
 
 def load_nodes(comfy: Comfy) -> Any:
     """Import the package of nodes with this stand-in in place of ComfyUI; return it."""
-    kinds = ("Image", "Latent", "Sigmas", "Audio", "Video", "String", "Int", "Float", "Boolean", "Combo")
+    kinds = ("Image", "Mask", "Latent", "Sigmas", "Audio", "Video", "String", "Int", "Float", "Boolean", "Combo")
     classes = {"Schema": Schema, "NodeOutput": NodeOutput, "ComfyNode": object, "Custom": Kind, "Input": Socket}
     io = types.SimpleNamespace(**classes, **{name: Kind(name.upper()) for name in kinds})
     modules: dict[str, dict[str, Any]] = {

@@ -169,6 +169,7 @@ class Cuts:
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
+    eager_with: argument of the transformer -> the reason why a call that has it cannot be captured.
     output: the class in which its forward returns results; needed if that is not `Transformer2DModelOutput`, as where a
     call has two results.
     of_batch: arguments that keep something for each row of the whole batch; calls with one are not split by rows.
@@ -184,6 +185,7 @@ class Cuts:
     refused: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[nn.Module], str | None] = _no_reason
     why_eager: Callable[[nn.Module], str | None] = _no_reason
+    eager_with: Mapping[str, str] = field(default_factory=dict)
     local: tuple[str, ...] = ()
     output: Callable[..., Any] = Transformer2DModelOutput
     of_batch: tuple[str, ...] = ()

@@ -26,11 +26,8 @@ def _cosmos3() -> Cuts:
         "norm_moe_gen": Boundary(gathers={0: GatherTokens(rows.stream, dim=0)}),
     }
     joint = {"layers.*.self_attn": Joint((rows.stream,), after_prefix=True)}
-    return Cuts(places, joint, keys=_keys, why_eager=_checks_domains, output=Cosmos3OmniTransformerOutput)
-
-
-def _checks_domains(module: Any) -> str | None:
-    return "it checks on the host which robots actions are for" if module.config.action_gen else None
+    reads = {"action_tokens": "it checks on the host which robots actions are for"}
+    return Cuts(places, joint, keys=_keys, eager_with=reads, output=Cosmos3OmniTransformerOutput)
 
 
 def _keys(arguments: dict[str, Any], note: Hashable) -> Keys:
@@ -68,7 +65,12 @@ SIZES = {"hidden_size": 48, "head_dim": 16, "intermediate_size": 64, "vocab_size
 LATENTS = {"latent_channel": 4, "patch_latent_dim": 16, "sound_gen": True, "sound_dim": 6}
 PUBLISHED = {
     "nvidia/Cosmos3-Nano": Published(
-        "Cosmos3OmniPipeline", "Cosmos3OmniTransformer", vae=latents(48, 16, 4), size=(720, 1280), frames=189
+        "Cosmos3OmniPipeline",
+        "Cosmos3OmniTransformer",
+        {"sound_gen": True, "sound_dim": 64, "action_gen": True, "action_dim": 64},
+        latents(48, 16, 4),
+        (720, 1280),
+        189,
     )
 }
 TINY = {"Cosmos3OmniTransformer": Tiny({**SIZES, **LATENTS}, _inputs)}

@@ -14,11 +14,12 @@ PLACES = {
     "proj_out": OUT,
 }
 CUTS = {"EasyAnimateTransformer3DModel": Cuts(PLACES, {"transformer_blocks.*.attn1": TEXT_IMAGE})}
+SIZES = {"in_channels": 16, "out_channels": 16, "patch_size": 2}
 PUBLISHED = {
     "alibaba-pai/EasyAnimateV5.1-12b-zh-diffusers": Published(
         "EasyAnimatePipeline",
         "EasyAnimateTransformer3DModel",
-        {"num_attention_heads": 48, "in_channels": 16, "out_channels": 16, "patch_size": 2},
+        {**SIZES, "num_attention_heads": 48, "add_norm_text_encoder": True},
         latents(frames=4),
     )
 }

@@ -104,7 +104,7 @@ PUBLISHED = {
         {
             **{"patch_size": 2, "in_channels": 16, "attention_head_dim": 128, "caption_channels": (4096, 4096)},
             **{"text_emb_dim": 2048, "axes_dims_rope": (64, 32, 32), "max_resolution": (128, 128)},
-            "llama_layers": tuple(range(48)),
+            "llama_layers": (*range(32), *(31,) * 16),
         },
     )
 }

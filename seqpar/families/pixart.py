@@ -22,7 +22,9 @@ PUBLISHED = {
     "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS": Published(
         "PixArtSigmaPipeline", "PixArtTransformer2DModel", {"caption_channels": 4096}, latents(4)
     ),
-    "facebook/DiT-XL-2-256": Published("DiTPipeline", "DiTTransformer2DModel", vae=latents(4), size=(256, 256)),
+    "facebook/DiT-XL-2-256": Published(
+        "DiTPipeline", "DiTTransformer2DModel", {"out_channels": 8}, latents(4), (256, 256)
+    ),
 }
 TINY = {
     "PixArtTransformer2DModel": Tiny(

@@ -120,7 +120,7 @@ class ShardedCall:
                 # 3. rows over data and cfg, then tokens over the sequence axis, in one CUDA graph
                 rows, splits = cut_rows(task.form, task.axes)
                 rows = self._with_step(rows, call, task, self._ordinal)
-                with self.graphs.entered(self.compute, rows, self._generation, self._is_eager()) as compute:
+                with self.graphs.entered(self.compute, rows, self._generation, self._is_eager(rows)) as compute:
                     outputs = copied(compute(rows))
 
                 # 4. every rank returns the whole results, in diffusers' class
@@ -328,7 +328,7 @@ class ShardedCall:
             task = self._guidance.alone(call, label)
             rows, splits = cut_rows(task.form, task.axes)
             rows = self._with_step(rows, call, task, ordinal)
-            outputs = self.graphs.run(self.compute, rows, self._generation, self._is_eager())
+            outputs = self.graphs.run(self.compute, rows, self._generation, self._is_eager(rows))
             return self._guidance.results(task, self._joined(outputs, splits))
 
     def _with_step(self, rows: Form, call: Form, task: Task, ordinal: int) -> Form:
@@ -370,12 +370,16 @@ class ShardedCall:
         if self.steps is not None:
             self.steps.reset()
 
-    def _is_eager(self) -> bool:
-        # a replay would not run third-party hooks, or soon be invalid
-        hooks = self.sharded.foreign.hooks
-        if hooks and self.graphs.captures:
-            self.state.say(f"calls run without CUDA graphs while {hooks[0]}")
-        return bool(hooks) or self._calls - self._changes[0] <= SOON
+    def _is_eager(self, call: Form) -> bool:
+        # a replay would not run third-party hooks, or soon be invalid, and what reads values cannot be captured
+        reasons = [f"calls run without CUDA graphs while {hook}" for hook in self.sharded.foreign.hooks[:1]]
+        given = {path.partition("[")[0] for path in call.tensors}
+        for name, reason in self.sharded.cuts.eager_with.items():
+            if name in given:
+                reasons.append(f"calls with {name} run without CUDA graphs, because {reason}")
+        if reasons and self.graphs.captures:
+            self.state.say(reasons[0])
+        return bool(reasons) or self._calls - self._changes[0] <= SOON
 
     # Beside calls -------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -193,6 +194,21 @@ def guided(rank: int, world: int, device: torch.device) -> int:
 @pytest.mark.parametrize("world", [1, 2])
 def test_both_branches_share_a_graph(ranks: Pool, world: int) -> None:
     assert ranks.run(world, guided) == [1] * world
+
+
+def test_calls_with_an_argument_that_is_read_run_eagerly_and_others_stay_graphs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    captures, counts = Captures(), []
+    call, recorder = recorded_call(Mesh.single(), captures)
+    recorder.cuts = replace(recorder.cuts, eager_with={"txt_ids": "it reads them"})
+    for step in range(8):
+        given = {**arguments(step), "txt_ids": torch.ones(2, 2) if step % 2 else None}
+        call(**given)
+        counts.append(len(captures.made))
+    assert counts == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert sum(each.replays for each in captures.made) == 3
+    assert capsys.readouterr().out.count("calls with txt_ids run without CUDA graphs, because it reads them") == 1
 
 
 def captured_pipeline(rank: int, world: int, device: torch.device, name: str, cfg: int) -> tuple[Tensor, int]:

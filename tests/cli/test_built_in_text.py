@@ -115,13 +115,16 @@ def test_8_bits_change_little_and_no_request_or_rank_changes_their_calibration(r
 
 
 @pytest.mark.whole
-def test_a_run_prints_no_line_of_other_libraries(tmp_path: Path) -> None:
+def test_a_run_prints_no_line_of_other_libraries_and_imports_no_profiler(tmp_path: Path) -> None:
     """In a process of its own: transformers warns once per process of torchvision, also for image-to-image classes."""
+    seen = "print([x for x in sys.modules if 'seqpar.profiling' in x])"
+    program = f"import atexit, sys; from seqpar.cli.entry import main; atexit.register(lambda: {seen}); main()"
     Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
     flags = ["--prompt", FROG, "--image", "in.png", "--steps", "2", "--out", "x.png"]
-    command = [sys.executable, "-m", "seqpar.cli", "sample", *flags]
+    command = [sys.executable, "-c", program, "sample", *flags]
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path, check=True
     )
     bars = {line.partition(":")[0] for line in done.stderr.splitlines() if line.strip()}
     assert bars == {"encoding", "denoising", "decoding"}
+    assert done.stdout.splitlines()[-1] == "[]"

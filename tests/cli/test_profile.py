@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from seqpar.cli.args import ProfileArgs
 from seqpar.cli.sample import run
-from tests.cli.processes import environment, seqpar
+from tests.cli.processes import seqpar
 from tests.cli.runs import parameters
 
 
@@ -39,10 +37,3 @@ def test_a_pipeline_of_diffusers_is_profiled(
     assert "FluxTransformerBlock" in text
     assert "FluxSingleTransformerBlock" in text
     assert (tmp_path / "p" / "profile.txt").is_file()
-
-
-@pytest.mark.whole
-def test_a_run_without_a_profile_imports_nothing_of_it() -> None:
-    seen = "import sys, seqpar.cli.sample; print([x for x in sys.modules if 'seqpar.profiling' in x])"
-    ended = subprocess.run([sys.executable, "-c", seen], env=environment(), capture_output=True, text=True, check=True)
-    assert ended.stdout == "[]\n"

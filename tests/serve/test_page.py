@@ -170,8 +170,8 @@ def test_prompts_queue_with_their_time_and_each_can_be_cancelled(page: Page, fro
     for prompt in ("hold queue", "second", "mistake", "fourth"):
         page.ask(prompt, seed=1)
         page.until(lambda prompt=prompt: prompt in page.jobs[-1])
-    page.until(lambda: re.search(r"step 1 of 4 · \d+ s · about \d+ s left", page.jobs[0]))
-    page.until(lambda: re.search(r"1 request before this one · \d+ s · about \d+ s left", page.jobs[1]))
+    page.until(lambda: re.search(r"step 1 of 4 · \d+\ss so far · about \d+\ss left", page.jobs[0]))
+    page.until(lambda: re.search(r"1 request before this one · \d+\ss so far · about \d+\ss left", page.jobs[1]))
     assert "waits in this page" in page.jobs[3]
     page.press("Cancel", "second")
     page.until(lambda: page["status"].text == "Cancelled.")
@@ -385,6 +385,29 @@ def test_a_mask_is_painted_and_erased_by_mouse_and_keys(page: Page, front: Runni
     page["reuse"].click()  # with its mask
     page.make("drawn", seed=5)
     assert front.orders[-1]["mask"] == ours["mask"]
+
+
+def test_a_finger_paints_and_a_second_one_does_not(page: Page, tmp_path: Path) -> None:
+    photo = tmp_path / "photo.png"
+    photo.write_bytes(file_of(np.zeros((60, 80, 3), np.uint8)))
+    page.look(390, 844)
+    page.choose("model", "editor")
+    page.pick("files", photo)
+    page["paint"].click()
+    page.until(lambda: page.driver.switch_to.active_element == page["paper"])
+    box = page["paper"].rect
+    first, second = ({"x": box["x"] + box["width"] * x, "y": box["y"] + box["height"] / 2} for x in (0.3, 0.7))
+    counts = list[int]()
+    for kind, points in (("touchStart", [first]), ("touchMove", [{**first, "x": first["x"] + 50}])):
+        page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        counts.append(strokes(page))
+    assert 0 < counts[0] < counts[1]
+    both = [{**first, "x": first["x"] + 50, "id": 0}, {**second, "id": 1}]
+    page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": both})
+    page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    assert strokes(page) == counts[1]
+    page["painted"].click()
+    page.until(lambda: not page.shows("painter"))
 
 
 @pytest.mark.parametrize("transparent", [True, False])

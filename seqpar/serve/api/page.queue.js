@@ -224,7 +224,7 @@ function tell(job) {
   else if (note !== "") parts.push(note);
   else if (position > 0) parts.push(`${position} ${position === 1 ? "request" : "requests"} before this one`);
   else if (step > 0) parts.push(`step ${step} of ${steps}`);
-  if (state !== "failed") parts.push(timeOf(Date.now() - record.at));
+  if (state !== "failed") parts.push(`${timeOf(Date.now() - record.at)} so far`);
   const rest_ms = left === null ? 0 : 1000 * left.seconds + left.at - Date.now();
   if (state === "running" && left !== null) parts.push(`about ${timeOf(Math.max(1000, rest_ms))} left`);
   detail.textContent = parts.join(" · ");
@@ -241,7 +241,7 @@ function tell(job) {
 }
 
 function timeOf(ms) {
-  const seconds = Math.round(ms / 1000);
-  return seconds < 100 ? `${seconds} s` : `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
+  const seconds = Math.round(ms / 1000), text = seconds < 100 ? `${seconds} s` : `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
+  return text.replaceAll(" ", "\u00a0"); // no line ends between a number and its unit
 }
 

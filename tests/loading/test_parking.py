@@ -96,7 +96,7 @@ def parked(
     return whole, ours, swaps
 
 
-@pytest.mark.parametrize(("world", "precision"), [(1, None), (2, "fp8"), (3, None)])
+@pytest.mark.parametrize(("world", "precision"), [(1, None), (3, "fp8")])
 def test_parked_weights_have_the_same_bits(
     cpu_ranks: Pool, wan: Path, tmp_path: Path, world: int, precision: str | None
 ) -> None:
@@ -180,18 +180,18 @@ READS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
-def test_whoever_reads_parked_weights_gets_an_error(wan: Path, name: str) -> None:
+def test_whoever_reads_parked_weights_gets_an_error(wan: Path) -> None:
     pipe: Any = job(wan, None, True).load_pipeline(Mesh.single())  # not parallelized
     before = latents(pipe)
     assert pipe.transformer.dtype == torch.float32
     assert pipe.text_encoder.device == torch.device("cpu")
     pipe.to("cpu")  # where all of it is
-    with pytest.raises(ValueError, match="parked in memory of the host"):
-        READS[name](pipe.transformer)
-    if name in ("numbers", "an address"):
-        READS[name](pipe.transformer_2)  # which is in the buffer
-    assert torch.equal(latents(pipe), before)
+    for name, read in READS.items():
+        with pytest.raises(ValueError, match="parked in memory of the host"):
+            read(pipe.transformer)
+        if name in ("numbers", "an address"):
+            read(pipe.transformer_2)  # which is in the buffer
+        assert torch.equal(latents(pipe), before), name
 
 
 def test_what_cannot_be_parked_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], wan: Path) -> None:
@@ -219,7 +219,7 @@ def test_what_cannot_be_parked_is_printed(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_command_verifies_parked_weights(cpu_ranks: Pool, wan: Path, tmp_path: Path) -> None:
-    same: Any = {"prompt": ("a red cat",), "steps": 4, "size": "32x32", "frames": 5, "out": tmp_path / "x.mp4"}
+    same: Any = {"prompt": ("a red cat",), "steps": 2, "size": "32x32", "frames": 5, "out": tmp_path / "x.mp4"}
     flags: Any = ({}, {"park": True, "verify": True})
     whole, ours = (cpu_ranks.run(2, shown, Args(str(wan), **same, **more))[0][0] for more in flags)
     assert "every step holds" in ours

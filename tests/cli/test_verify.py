@@ -14,6 +14,7 @@ from seqpar.cli.args import Args, VerifyArgs
 from seqpar.cli.sample import run
 from seqpar.cli.verify import RANDOM, _head, checked, run_verify
 from seqpar.mesh.mesh import Mesh
+from seqpar.verifying import budget
 from tests.support.pool import Pool
 from tests.verifying.faults import Fault, ending, lost_shard, none
 
@@ -52,6 +53,12 @@ def test_a_fault_ends_in_an_error_that_names_it_and_the_verdicts_are_written(ran
     assert "attention in blocks.0" in json.loads(args.out.read_text())["rows"][1]["finding"]
 
 
+def few_runs(patch: pytest.MonkeyPatch) -> None:
+    """Let a search end early: `tests/verifying/test_budget.py` tests how it goes."""
+    patch.setattr(budget, "GROUPS", 2)
+    patch.setattr(budget, "RUNS", 7)
+
+
 def test_the_error_of_8_bits_is_printed_written_and_bounded(
     ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +73,7 @@ def test_the_error_of_8_bits_is_printed_written_and_bounded(
     # a budget: its search writes what `sample` reads, which names the command where there is nothing to read
     if ranks.device != "cuda":  # a search is in exact mode, which a process with a GPU takes before all else
         monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "cache"))
+        few_runs(monkeypatch)
         bounded = replace(args, min_psnr=round(error["psnr"] + 1, 1))
         least = {"precision": "fp8", "min_psnr": bounded.min_psnr}
         image = Args(args.model, prompt=("a cat",), steps=2, out=tmp_path / "x.png", **least)
@@ -103,6 +111,7 @@ def test_a_threshold_is_searched_and_sample_takes_it(
     image = Args("builtin-text", out=tmp_path / "x.png", **shared)
     with pytest.raises(ValueError, match="run: seqpar verify --cache dbcache:warmup=1 --min-psnr 9 --steps 4"):
         run(image)
+    few_runs(monkeypatch)
     run_verify(VerifyArgs("builtin-text", out=tmp_path / "precision.json", **shared))
     found = json.loads((tmp_path / "precision.json").read_text())
     ((count, _),) = found["precision"]["computed"]

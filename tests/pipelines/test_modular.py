@@ -25,6 +25,7 @@ from seqpar.loading.folder import parts_of_folder
 from seqpar.loading.parts import MODULAR
 from seqpar.loading.schedulers import build, taking_mu
 from seqpar.mesh.mesh import Mesh
+from seqpar.pipelines.diffusers import Source
 from seqpar.transformer import calibration
 from seqpar.transformer.parallelize import call_of
 from tests.cli.runs import SAME as SAME_FILE
@@ -288,6 +289,11 @@ def alike(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.corrcoef(one.flatten(), other.flatten())[0, 1])
 
 
+@pytest.fixture(scope="module")
+def source(folders: Callable[[str], Path]) -> Source:
+    return Source.locate(folders("minimax_h3"))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -303,11 +309,11 @@ def alike(one: np.ndarray, other: np.ndarray) -> float:
     ],
 )
 def test_flags_that_it_does_not_take_are_refused(
-    folders: Callable[[str], Path], tmp_path: Path, flags: dict[str, Any], message: str
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], message: str
 ) -> None:
-    given = {"prompt": ("a",), "out": tmp_path / "x.mp4", **flags}
+    monkeypatch.setattr("seqpar.cli.job._source", lambda *_: source)  # whose files are checked once
     with pytest.raises(ValueError, match=message):
-        check(Args(str(folders("minimax_h3")), **given), Mesh.single())
+        check(Args(**{"prompt": ("a",), "out": tmp_path / "x.mp4", **flags}), Mesh.single())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.support.pool import Pool
 from tests.support.sharded import CPU, raised
 from tests.transformer.test_pipelines import CASES
 
-SIZE = {"height": 32, "width": 32, "num_inference_steps": 2}
+SIZE: Any = {"height": 32, "width": 32, "num_inference_steps": 2, "max_sequence_length": 16}
 
 
 def eight(name: str) -> Any:

@@ -74,7 +74,8 @@ PADDED = [  # one token of padding, half of the text, all of it; the order of ot
         (case, padding) for case in PAIRS for padding in sorted({1, case.tokens[0] // 2, case.tokens[0]} - {0})
     )
 ]
-ROWS = [*map(Row, ONE_STREAM), *itertools.starmap(Row, itertools.product(PAIRS, FORMS)), *PADDED]
+IN_TURNS = [Row(case, form) for n, case in enumerate(PAIRS) for form in (FORMS[n % 2 :: 2] if n else FORMS)]
+ROWS = [*map(Row, ONE_STREAM), *IN_TURNS, *PADDED]
 
 
 def mine_of(stream: Given, mine: slice) -> Given:

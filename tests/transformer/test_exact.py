@@ -40,11 +40,13 @@ Which = tuple[str, bool, bool]
 # by functions where there are some; of blocks of diffusers' own, those of each kind of attention
 BY_MODULES = ("flux", "qwen_masked", "sd3_dual", "wan", "chroma", "hunyuan", "ltx")
 OWN = [name for name in SPLIT if name not in FUSED or name in BY_MODULES]
-SHORT = ("flux", "qwen_masked", "sd3_dual")
+# another model computes all that these do, and more
+LESS = ("sd3", "ltx", "ltx2", "cogvideox_2b", "hunyuan15", "qwen", "wan")
+SHORT = (("flux", True), ("qwen_masked", True), ("sd3_dual", False))
 ALL: tuple[Which, ...] = (
-    *((name, True, False) for name in FUSED if name not in ALIKE),
+    *((name, True, False) for name in FUSED if name not in (*ALIKE, *LESS)),
     *((name, False, False) for name in OWN),
-    *((name, fused, True) for name in SHORT for fused in (False, True)),
+    *((*which, True) for which in SHORT),
 )
 
 

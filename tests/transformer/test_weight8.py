@@ -28,22 +28,20 @@ from seqpar.kernels.weight8 import Weight8, in_memory
 from seqpar.loading import originals, reading
 from seqpar.loading.folder import check_model
 from seqpar.loading.pipeline import Weights
-from seqpar.loading.placing import Team, put
+from seqpar.loading.placing import Team
 from seqpar.loading.random import WithoutValues
 from seqpar.mesh.mesh import Mesh
 from seqpar.transformer import calibration
-from seqpar.transformer.calibration import Calibration, calibrated, matrices_of
+from seqpar.transformer.calibration import Calibration, matrices_of
 from seqpar.transformer.lora import LoraTerm, Merging
 from seqpar.transformer.lossy import computed_by
 from seqpar.transformer.parallelize import calls_of
 from tests.conftest import DEVICE
 from tests.kernels.shared import gpu
 from tests.support import pipelines
-from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh as mesh_of
 from tests.support.pool import Pool
-from tests.support.row_by_row import by_rows
-from tests.support.sharded import body_of, called, error, raised
+from tests.support.sharded import raised
 
 BF16 = torch.bfloat16
 ASKED: dict[str, Any] = {"num_inference_steps": 2, "height": 32, "width": 32, "output_type": "latent"}
@@ -334,14 +332,14 @@ def test_loras_are_merged_into_what_the_files_hold_and_leave_no_trace(
     loras = {name: terms(module, seed, PATHS[start:]) for name, seed, start in (("a", 0, 0), ("b", 9, 1))}
     merging = Merging(module, loras, Mesh.single())
     seen = dict[tuple[str, ...], Tensor]()
-    for names in (("a",), ("b",), ("a", "b"), ("a",)):
+    for names in (("b",), ("a", "b"), ("a",), ("a", "b"))[: 2 if small else 4]:
         merging.switch(tuple((name, 0.8) for name in names))
         seen.setdefault(names, got := latents(pipe))
         assert torch.equal(got, seen[names])
         wanted = tuple((name, 0.8) for name in names)
         plain = beside(flux, pipe, lambda model, wanted=wanted: Merging(model, loras).switch(wanted))
         assert torch.equal(latents(plain), got), names  # also the centre's products, of these weights
-    assert len({float(x.double().sum()) for x in seen.values()}) == 3
+    assert len({float(x.double().sum()) for x in seen.values()}) == len(seen)
     for_good = load(flux)  # as --lora merges them
     Merging(for_good.transformer, loras).switch((("a", 0.8), ("b", 0.8)))
     assert torch.equal(latents(for_good), seen["a", "b"])
@@ -492,41 +490,6 @@ def test_files_that_have_changed_are_no_originals(flux: Path, tmp_path: Path) ->
     file.write_bytes(file.read_bytes())
     loras = {"a": terms(pipe.transformer, 0, PATHS)}
     assert "changed while it was read" in raised(lambda: Merging(pipe.transformer, loras, Mesh.single()))
-
-
-def in_8_bits(name: str) -> Any:
-    module = MODELS[name].build().double()
-    for key in stored_in_8_bits(module):
-        weight = module.get_parameter(key).detach()
-        put(module, key, Weight8.of(weight, partial(torch.clone, weight)))
-    return module
-
-
-def families(rank: int, world: int, device: torch.device, made: Any, strategy: str, transport: str) -> Any:
-    results = dict[str, Any]()
-    for name, known in made.items():
-        with by_rows():
-            body = body_of(
-                in_8_bits(name), world, device, strategy, transport, fused=True, exact=True, calibration=known
-            )
-            results[name] = called(body, MODELS[name].arguments())
-        body.release()
-    return results
-
-
-def test_families_have_one_ranks_bits_on_any_number(cpu_ranks: Pool) -> None:
-    made = dict[str, Calibration]()
-    for name in ("flux", "wan", "qwen_masked", "ltx2", "minimax_h3"):
-        module, mesh = in_8_bits(name), Mesh.single()
-        (made[name],) = calibrated(mesh, module, {"": module}, partial(MODELS[name].whole, module)).values()
-        assert made[name].products.keys() == made[name].means.keys()
-    alone = families(0, 1, torch.device("cpu"), made, "ulysses", "collective")
-    for name, known in made.items():
-        right = called(body_of(MODELS[name].build().double(), fused=True), MODELS[name].arguments())
-        assert 1e-4 < error(alone[name], right) < 0.1, (name, len(known.means))
-    for world, strategy, some in ((2, "kv_gather", [*made][::2]), (3, "ulysses", [*made][1::2])):
-        for results in cpu_ranks.run(world, families, {name: made[name] for name in some}, strategy, "collective"):
-            assert all(all(map(torch.equal, results[name], alone[name])) for name in some)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "precision.md"

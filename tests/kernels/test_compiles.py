@@ -37,6 +37,7 @@ NARROW = {
 """The widths in bytes of accesses that may be narrow, by kernel."""
 SMALL = {"combine_kernel"}  # three numbers of each part
 Facts = dict[str, Any]
+pytestmark = pytest.mark.timeout(600)  # of compiling all kernels on a busy machine; 30 s on a quiet one
 
 
 @pytest.fixture(scope="module")

@@ -339,18 +339,18 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 def wrapped_pipeline(rank: int, world: int, device: torch.device, wrapper: str) -> tuple[list[float], str]:
     """Return a pipeline's errors with wrappers around its methods, after the release and again; and what is printed."""
     case = replace(CASES["flux"], output="pt")
-    truth, pipe = case.pictures(case.pipe().to(device)), case.pipe().to(device)
+    truth, pipe = case.pictures(case.pipe().to(device), steps=2), case.pipe().to(device)
     with redirect_stdout(io.StringIO()) as out:
         seqpar.parallelize(pipe, make_mesh(device, cfg=1))
         for part, name in ((pipe.transformer, "forward"), (pipe.vae, "decode")):
             setattr(part, name, WRAPPERS[wrapper](getattr(part, name)))
-        pictures = [case.pictures(pipe, rank) for _ in range(2)]
+        pictures = [case.pictures(pipe, rank, 2) for _ in range(2)]
         with passing(pipe, lambda: None):
-            pictures.append(case.pictures(pipe, rank))
+            pictures.append(case.pictures(pipe, rank, 2))
         seqpar.release(pipe)
-        pictures.append(case.pictures(pipe))
+        pictures.append(case.pictures(pipe, steps=2))
         del pipe.transformer.forward
-        pictures.append(case.pictures(seqpar.parallelize(pipe, make_mesh(device, cfg=1)), rank))
+        pictures.append(case.pictures(seqpar.parallelize(pipe, make_mesh(device, cfg=1)), rank, 2))
         seqpar.release(pipe)
     return [float((x - truth).abs().max()) for x in pictures], out.getvalue()
 

@@ -398,11 +398,12 @@ def test_mistakes_are_noticed(name: str) -> None:
 @pytest.mark.parametrize("width", [385, 1160])  # an odd one, and one of several blocks
 @pytest.mark.parametrize("name", of_rows())
 def test_a_row_depends_on_neither_other_rows_nor_strides(name: str, width: int) -> None:
-    case = {"batch": 3, "tokens": MANY, "width": width, "pad": 2 * (width % 2)}
+    count = MANY if DEVICE == "cuda" else 6
+    case = {"batch": 3, "tokens": count, "width": width, "pad": 2 * (width % 2)}
     kernel = KERNELS[name]
     args = kernel.inputs(case, torch.float16)
     whole = results(kernel.launch(*args))
-    for row, first, last in ((0, 0, 1), (2, MANY - 5, MANY), (1, 3, MANY - 1)):
+    for row, first, last in ((0, 0, 1), (2, count - 5, count), (1, 3, count - 1)):
 
         def part(x: Tensor, row: int = row, first: int = first, last: int = last) -> Tensor:
             x = x[row : row + 1] if x.dim() > 1 else x

@@ -74,8 +74,8 @@ def eight(
     results = dict[str, Outputs]()
     for name, known in made.items():
         with by_rows():
-            module, how = with_weights_in_8_bits(name), {"fused": True, "exact": True}
-            body = body_of(module, world, device, strategy, transport, **how, calibration=known)
+            module = with_weights_in_8_bits(name)
+            body = body_of(module, world, device, strategy, transport, fused=True, exact=True, calibration=known)
             results[name] = called(body, MODELS[name].arguments())
         body.release()
     return results

@@ -386,5 +386,6 @@ async def _loras(call: HttpCall, request: Request) -> str:
     except (ProblemError, msgspec.MsgspecError):
         return NO_LORAS
     loras = as_list(lora)
-    names = [str(x.get("name")) for x in loras if isinstance(x, dict)] if isinstance(loras, list) else []
+    named = [x for x in loras if isinstance(x, dict)] if isinstance(loras, list) else []
+    names = [str(x.get("name") or x.get("lora_name") or x.get("adapter")) for x in named]
     return "+".join(sorted(names)) or NO_LORAS

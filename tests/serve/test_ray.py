@@ -88,6 +88,17 @@ def test_what_one_replica_would_do_for_itself_is_refused(path: str) -> None:
     assert refused.value.problem.status == 404
 
 
+@pytest.mark.parametrize(
+    "lora", ["style", {"name": "style"}, [{"lora_name": "style"}], {"adapter": "style", "scale": 2}]
+)
+def test_a_request_has_its_loras_by_each_of_their_names(lora: Any) -> None:
+    from seqpar.serve.ray import HttpCall, _loras  # pyright: ignore[reportPrivateUsage]
+
+    body, headers = json.dumps({"prompt": "x", "lora": lora}).encode(), ((b"content-type", b"application/json"),)
+    request = Request({"type": "http", "method": "POST", "path": GENERATIONS, "headers": [*headers]})
+    assert asyncio.run(_loras(HttpCall("POST", GENERATIONS.encode(), headers, body), request)) == "style"
+
+
 class Dying:
     """A handle of replicas of which some die within their answers: those whose parts do not end with None."""
 

@@ -24,6 +24,25 @@ from seqpar.types.protocols import Given, Prepare, Projected, state_dtype
 NAMES = ("text", "image")
 DOUBLE_EIGHT = tuple(f"{stream} {name}" for stream in NAMES for name in EIGHT)
 PARALLEL_EIGHT = ("qkv", "up", "out")
+# the layers of each matrix by the names that most of diffusers' blocks have
+DOUBLE_LAYERS = {
+    "text modulation": ("norm1_context.linear",),
+    "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "text out": ("attn.to_add_out",),
+    "text up": ("ff_context.net.0.proj",),
+    "text down": ("ff_context.net.2",),
+    "image modulation": ("norm1.linear",),
+    "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "image out": ("attn.to_out.0",),
+    "image up": ("ff.net.0.proj",),
+    "image down": ("ff.net.2",),
+}
+PARALLEL_LAYERS = {
+    "modulation": ("norm.linear",),
+    "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "up": ("proj_mlp",),
+    "out": ("proj_out",),  # the columns of attention, then the columns of the MLP
+}
 LARGEST = 65504.0  # in fp16, to which diffusers clips what a block returns
 
 Rows = tuple[Tensor, ...]

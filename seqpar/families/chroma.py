@@ -22,8 +22,10 @@ from seqpar.families._block import Block, BlockCall, rounding_for
 from seqpar.families._cuts import Boundary, Cuts, StepBlocks
 from seqpar.families._double import (
     DOUBLE_EIGHT,
+    DOUBLE_LAYERS,
     NAMES,
     PARALLEL_EIGHT,
+    PARALLEL_LAYERS,
     branch,
     by_head,
     checked,
@@ -142,8 +144,8 @@ def _without_modulation(layers: Mapping[str, Sequence[str]]) -> dict[str, Sequen
 
 
 BLOCKS = {
-    "ChromaTransformerBlock": Block(double, NAMES, _without_modulation(flux.LAYERS), eight=DOUBLE_EIGHT),
-    "ChromaSingleTransformerBlock": Block(single, NAMES, _without_modulation(flux.SINGLE_LAYERS), eight=PARALLEL_EIGHT),
+    "ChromaTransformerBlock": Block(double, NAMES, _without_modulation(DOUBLE_LAYERS), eight=DOUBLE_EIGHT),
+    "ChromaSingleTransformerBlock": Block(single, NAMES, _without_modulation(PARALLEL_LAYERS), eight=PARALLEL_EIGHT),
 }
 
 

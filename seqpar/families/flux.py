@@ -22,8 +22,10 @@ from seqpar.families._block import Block, BlockCall, reads_next, rounding_for
 from seqpar.families._cuts import IMAGE, OUT, TEXT, TEXT_IMAGE, Boundary, Cuts, CutTokens, StepBlocks
 from seqpar.families._double import (
     DOUBLE_EIGHT,
+    DOUBLE_LAYERS,
     NAMES,
     PARALLEL_EIGHT,
+    PARALLEL_LAYERS,
     apart,
     branch,
     by_head,
@@ -71,24 +73,6 @@ PIPELINES = Pipelines(
 )
 UNGUIDED = ("FluxTransformer2DModel",)  # guidance is distilled, also where it is no input (schnell)
 WITHOUT_ROWS = ("img_ids", "txt_ids")
-LAYERS = {
-    "text modulation": ("norm1_context.linear",),
-    "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "text out": ("attn.to_add_out",),
-    "text up": ("ff_context.net.0.proj",),
-    "text down": ("ff_context.net.2",),
-    "image modulation": ("norm1.linear",),
-    "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "image out": ("attn.to_out.0",),
-    "image up": ("ff.net.0.proj",),
-    "image down": ("ff.net.2",),
-}
-SINGLE_LAYERS = {
-    "modulation": ("norm.linear",),
-    "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "up": ("proj_mlp",),
-    "out": ("proj_out",),  # the columns of attention, then the columns of the MLP
-}
 SINES = 256  # width of the sinusoids of timestep and guidance
 TEXT_TOKENS = 512  # tokens to which the pipeline pads a text
 
@@ -136,8 +120,8 @@ def single(
 
 
 BLOCKS = {
-    "FluxTransformerBlock": Block(double, NAMES, LAYERS, eight=DOUBLE_EIGHT),
-    "FluxSingleTransformerBlock": Block(single, NAMES, SINGLE_LAYERS, eight=PARALLEL_EIGHT),
+    "FluxTransformerBlock": Block(double, NAMES, DOUBLE_LAYERS, eight=DOUBLE_EIGHT),
+    "FluxSingleTransformerBlock": Block(single, NAMES, PARALLEL_LAYERS, eight=PARALLEL_EIGHT),
 }
 
 

@@ -25,7 +25,9 @@ from seqpar.families._block import Block, BlockCall, Input, reads_next, rounding
 from seqpar.families._cuts import IMAGE, NOTE, OUT, TEXT, Boundary, Cuts, CutTokens, Joint, StepBlocks
 from seqpar.families._double import (
     DOUBLE_EIGHT,
+    DOUBLE_LAYERS,
     PARALLEL_EIGHT,
+    PARALLEL_LAYERS,
     apart,
     branch,
     by_head,
@@ -176,24 +178,6 @@ STEPS = {
 }
 PIPELINES = Pipelines(one_result=("HunyuanVideoImageToVideo", "HunyuanVideo15ImageToVideo"))
 TEXT_TOKENS = 64  # tokens of a text: a usual prompt's, without padding
-LAYERS = {
-    "image modulation": ("norm1.linear",),
-    "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "image out": ("attn.to_out.0",),
-    "image up": ("ff.net.0.proj",),
-    "image down": ("ff.net.2",),
-    "text modulation": ("norm1_context.linear",),
-    "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "text out": ("attn.to_add_out",),
-    "text up": ("ff_context.net.0.proj",),
-    "text down": ("ff_context.net.2",),
-}
-SINGLE_LAYERS = {
-    "modulation": ("norm.linear",),
-    "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "up": ("proj_mlp",),
-    "out": ("proj_out",),  # the columns of attention, then the columns of the MLP
-}
 
 
 def why_not(block: Any) -> str | None:
@@ -299,9 +283,9 @@ def _with_text(rows: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, Tensor]:
 
 
 BLOCKS = {
-    "HunyuanVideoTransformerBlock": Block(double, ORDER, LAYERS, why_not, DOUBLE_EIGHT),
-    "HunyuanVideoSingleTransformerBlock": Block(single, ORDER, SINGLE_LAYERS, why_not, PARALLEL_EIGHT),
-    "HunyuanVideo15TransformerBlock": Block(double15, ORDER, LAYERS, why_not, DOUBLE_EIGHT),
+    "HunyuanVideoTransformerBlock": Block(double, ORDER, DOUBLE_LAYERS, why_not, DOUBLE_EIGHT),
+    "HunyuanVideoSingleTransformerBlock": Block(single, ORDER, PARALLEL_LAYERS, why_not, PARALLEL_EIGHT),
+    "HunyuanVideo15TransformerBlock": Block(double15, ORDER, DOUBLE_LAYERS, why_not, DOUBLE_EIGHT),
 }
 
 

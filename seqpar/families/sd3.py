@@ -20,7 +20,17 @@ from torch import Tensor
 from seqpar.families import Published
 from seqpar.families._block import Block, BlockCall
 from seqpar.families._cuts import ALONE, IMAGE, IMAGE_TEXT, OUT, TEXT, Boundary, Cuts, StepBlocks
-from seqpar.families._double import DOUBLE_EIGHT, Rows, by_head, checked, double_work, entered, modulations, two_streams
+from seqpar.families._double import (
+    DOUBLE_EIGHT,
+    DOUBLE_LAYERS,
+    Rows,
+    by_head,
+    checked,
+    double_work,
+    entered,
+    modulations,
+    two_streams,
+)
 from seqpar.kernels.adaln import Norm, added, norm_modulate
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.protocols import Prepare
@@ -51,20 +61,7 @@ UNSPLIT = {
     attention_processor.PAGCFGJointAttnProcessor2_0: ("PAG's PAGCFGJointAttnProcessor2_0", PAG),
 }
 TEXT_TOKENS = 333  # tokens of a text: 77 of CLIP and 256 of T5
-LAYERS = {
-    "image modulation": ("norm1.linear",),
-    "image qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "image out": ("attn.to_out.0",),
-    "image up": ("ff.net.0.proj",),
-    "image down": ("ff.net.2",),
-    "alone qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
-    "alone out": ("attn2.to_out.0",),
-    "text modulation": ("norm1_context.linear",),
-    "text qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "text out": ("attn.to_add_out",),
-    "text up": ("ff_context.net.0.proj",),
-    "text down": ("ff_context.net.2",),
-}
+LAYERS = {**DOUBLE_LAYERS, "alone qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"), "alone out": ("attn2.to_out.0",)}
 EIGHT = (*DOUBLE_EIGHT, "alone qkv", "alone out")
 
 

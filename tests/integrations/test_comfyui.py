@@ -14,8 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import save_file
 
+from seqpar.cli.main import command
 from seqpar.pipelines.image_files import digest
+from tests.loading.test_single_file import scaled
+from tests.support import pipelines, single_files
 from tests.support.comfy_nodes import NODES, Comfy, InterruptProcessingError, load_nodes
 from tests.support.fake_replica import SIZE, pixels_of
 from tests.support.front import CHILD, PIXELS, ROOT, RUN, Running, running, until
@@ -239,6 +244,33 @@ def test_starts_one_server_at_a_time(nodes: Any, comfy: Comfy, tmp_path: Path, m
             run(nodes.Generate, model=run(nodes.Start, pipeline="x", file=file.name), positive=text)
     finally:
         started.stop()
+
+
+@pytest.mark.whole
+def test_a_scaled_file_is_served_by_real_ranks(
+    nodes: Any, comfy: Comfy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The image is that of `seqpar sample` with the weights that the file stands for."""
+    pipe, pipeline = pipelines.sd3().to(torch.float32), tmp_path / "sd3"
+    pipe.save_pretrained(pipeline)
+    files = tmp_path / "scaled.safetensors", pipeline / "meant.safetensors"
+    for file, state in zip(files, scaled(single_files.sd3(pipe.transformer), "a scale a weight"), strict=True):
+        save_file(single_files.prefixed({key: tensor.contiguous() for key, tensor in state.items()}), file)
+    comfy.folders = {"diffusion_models": {files[0].name: files[0]}}
+    program = "from seqpar.cli.entry import main\nmain()"
+    monkeypatch.setenv("SEQPAR_COMMAND", shlex.join([sys.executable, "-c", program]))
+    monkeypatch.chdir(ROOT)
+    started = importlib.import_module("seqpar_comfyui.started")
+    try:
+        model = run(nodes.Start, pipeline=str(pipeline), file=files[0].name)
+        text = run(nodes.TextNode, text="a red cat")
+        (made,) = as_bytes(run(nodes.Generate, model=model, positive=text, seed=3, steps=2, width=32, height=32))
+    finally:
+        started.stop()
+    flags = ["--steps", "2", "--seed", "3", "--size", "32x32", "--prompt"]
+    command(["sample", "--model", str(files[1]), *flags, "a red cat", "--out", str(tmp_path / "sd3.png")])
+    with Image.open(tmp_path / "sd3.png") as image:
+        assert (made == np.asarray(image.convert("RGB"))).all()
 
 
 @pytest.mark.parametrize("path", sorted((NODES / "api_workflows").glob("*.json")), ids=lambda path: path.stem)

@@ -70,7 +70,9 @@ def on_device(state: CallState, value: Any) -> Any:
 
 
 class ShardHook(ModelHook):
-    """Cuts a submodule's inputs and outputs, and gathers its outputs. path: of the place in `Cuts.places`."""
+    """Cuts a submodule's inputs and outputs, and gathers its outputs. path: of the submodule; gathers of two submodules
+    have buffers of their own.
+    """
 
     def __init__(self, state: CallState, place: Boundary, path: str, module: nn.Module) -> None:
         super().__init__()
@@ -315,9 +317,10 @@ class ShardedModule:
         if in_place and all(is_hooked(part) for part, _ in inner):
             return
         _unhook(self._hooked)
+        paths = {part: name for name, part in self.module.named_modules()}
         for part, path in places:
             place = self.cuts.places[path]
-            hook = (TableHook if place.on_device else ShardHook)(self.state, place, path, part)
+            hook = (TableHook if place.on_device else ShardHook)(self.state, place, paths[part], part)
             HookRegistry.check_if_exists_or_initialize(part).register_hook(hook, f"{OURS} {path}")
         for inside, name in hooks:
             for part, hook in inside.items():

@@ -255,8 +255,9 @@ class CommonFields(BaseModel):
         )
         own = model.steps if self.steps is None else self.steps
         steps = len(self.sigmas) or model.presets.get(self.preset or "", own)
-        work = {"work": _work(request, model), "ratio": step_ratio(model, request)}
-        return JobSpec(request, self.priority, steps, model.step_s, deadline_s, inputs.file, **work)
+        work, ratio = _work(request, model), step_ratio(model, request)
+        job = request, self.priority, steps, model.step_s, deadline_s, inputs.file
+        return JobSpec(*job, work=work, ratio=ratio)
 
 
 class Generation(CommonFields):

@@ -364,7 +364,7 @@ def test_a_mask_is_painted_and_erased_by_mouse_and_keys(page: Page, front: Runni
     assert page.driver.switch_to.active_element == page["paint"]
     assert page["paint"].text == "Edit mask"
     page.make("drawn", seed=3)
-    assert page["about-picture"].text.endswith("seed 3 · with a mask · 9.0 s")
+    page.until(lambda: page["about-picture"].text.endswith("seed 3 · with a mask · 9.0 s"))
     page["terminal"].find_element("tag name", "summary").click()
     assert not page.shows("command")
     mask = masked(page)

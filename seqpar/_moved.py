@@ -27,7 +27,8 @@ HEADS = "seqpar convert FILE FOLDER --heads N: the folder stores them"
 DROPPED = {
     "parallelize": {"plan": "cuts="},
     "Cuts": dict.fromkeys(
-        ("kept", "weighed", "padding", "key_masks", "passed", "bools", "at_end"), "prepare= and keys= (docs/adapter.md)"
+        ("kept", "weighed", "padding", "key_masks", "passed", "bools", "at_end"),
+        "prepare= and keys= (docs/families.md)",
     ),
     "sample": {"segments": "seqpar.parallelize, which runs pipelines with two transformers"},
     "DistributedDiT.from_pretrained": {"heads": HEADS},

@@ -1,4 +1,4 @@
-"""Writes the table of fused blocks in docs/adapter.md from the result lines in docs/benchmarks.
+"""Writes the table of fused blocks in docs/families.md from the result lines in docs/benchmarks.
 
 python -m tests.support.families_page --write
 """
@@ -14,7 +14,7 @@ from typing import Any
 from docs.tools.benchmarks_page import newest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "adapter.md"
+PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- families: python -m tests.support.families_page --write -->\n", "<!-- end of families -->"
 # the family's file, what it computes, what the bench calls it, and its transformers' blocks that stay diffusers' own
 EDIT = "options for attention processors in a call"

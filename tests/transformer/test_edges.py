@@ -530,7 +530,7 @@ def test_masks_that_cannot_be_split_are_refused() -> None:
 
 
 def test_the_page_names_the_transformers_that_run_and_no_other() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "adapter.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
     block = text.partition("<!-- transformers -->")[2].partition("<!-- end of transformers -->")[0]
     assert sorted(re.findall(r"`(\w+)`", block)) == sorted(CUTS)
     assert f"these {len(CUTS)} run" in text

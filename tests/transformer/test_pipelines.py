@@ -216,12 +216,12 @@ def true_picture(name: str, device: str) -> Tensor:
 
 
 def sharded(rank: int, world: int, device: torch.device, names: Sequence[str], cfg: int) -> list[Tensor]:
-    """Return this rank's pictures of calls of one pipeline after `parallelize`, which follow a call of one step."""
+    """Return this rank's pictures of calls of one pipeline after `parallelize`, which follow a shorter call."""
     pipe = CASES[names[0]].pipe()
     seqpar.parallelize(pipe, make_mesh(device, cfg=cfg))
     for module in transformers_of(pipe).values():
         in_double(module)
-    CASES[names[0]].pictures(pipe, rank, steps=1)
+    CASES[names[0]].pictures(pipe, rank, steps=1 + (names[0] in PIXARTS))  # one: a distilled model
     made = []
     for name in names:
         CASES[name].change(pipe)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,15 +46,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # as `seqpar` sets it for its ranks; a forked rank has the setting of the server that has imported torch
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# rates measured on this machine must not influence the tests
-os.environ["SEQPAR_CACHE"] = os.path.join(tempfile.gettempdir(), "seqpar-tests-without-rates")
-
 # Triton exists on Linux only, and nothing launches its kernels elsewhere
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what runs tests; a process whose workers run them imports nothing of it."""
+    if not hasattr(config, "workerinput"):
+        # what was measured before, on this machine or by other tests, must not influence the tests
+        cache = os.environ["SEQPAR_CACHE"] = tempfile.mkdtemp(prefix="seqpar-tests-")
+        config.add_cleanup(partial(shutil.rmtree, cache, ignore_errors=True))
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         return
     import torch

@@ -31,7 +31,7 @@ COPIED = ("seqpar", "launch", "tests", "pyproject.toml")
 DEADLINE_S = 600  # time limit of all tests without a fault
 REMOVED_S = 10  # time limit of removing a copy
 SIDE_BY_SIDE = 2  # runs at a time: each one is a process, which uses one core most of the time
-HANG_S = 30  # time limit of one test: if a fault fails one rank, the others wait for it
+HANG_S = 120  # time limit of a fault's test, which takes seconds: longer than ranks wait for each other (`pool.py`)
 MISTAKES = ("SyntaxError", "NameError", "ImportError", "AttributeError", "TypeError", "UnboundLocalError")
 FAILED = 1  # pytest's exit status where tests ran and some failed; every other status but 0 is a broken entry
 
@@ -546,10 +546,10 @@ def remove(root: Path) -> None:
         time.sleep(0.1)
 
 
-def run(root: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Return pytest's exit status (FAILED also if it takes too long) and the end of its output."""
+def run(root: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
+    """Return pytest's exit status (FAILED also if it takes too long) and the end of its output. more: flags."""
     # one worker, forked like its ranks from a server: what all of them import is imported once
-    flags = ("-n", "1", "-p", "no:cacheprovider", "--no-showlocals", "--tb=line", f"--timeout={HANG_S}")
+    flags = ("-n", "1", "-p", "no:cacheprovider", "--no-showlocals", "--tb=line", *more)
     command = [sys.executable, "-m", "pytest", *flags, *tests]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     try:
@@ -569,14 +569,14 @@ def verdict(status: int, text: str) -> str:
         return f"BROKEN ENTRY (pytest's exit status {status})"
     if wrong := next((name for name in MISTAKES if name in text), None):
         return f"BROKEN ENTRY ({wrong}: the edited program does not run)"
-    return "caught, by a hang" if "Timeout" in text else "caught"
+    return "caught, by a hang" if "Timeout" in text or "did not answer in time" in text else "caught"
 
 
 def replay(fault: Fault) -> bool:
     """Return whether the fault is caught, and print its line of the table."""
     start = time.monotonic()
     with copied(fault) as root:
-        status, text = run(root, (fault.test,))
+        status, text = run(root, (fault.test,), f"--timeout={HANG_S}")
     found = verdict(status, text)
     print(f"| {fault.name} | {found} | {time.monotonic() - start:.0f} |", flush=True)
     if found.startswith("BROKEN"):

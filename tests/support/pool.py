@@ -14,11 +14,12 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tests.support.server import server
 
 KEPT = 1 << 30  # bytes of a GPU's memory that a process may keep for its next test
 TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
+ALSO_S = 10  # in which others may fail, too, after one rank has: those that wait for it would do so for TIMEOUT_S
 
 
 class RankError(AssertionError):
@@ -97,14 +99,21 @@ class Pool:
                 pipe.send_bytes(question)
         except BrokenPipeError:
             return [(False, "a rank died before it was asked")]
-        return [self._answer(rank) for rank in range(world)]
+        answers = dict[int, tuple[bool, Any]]()
+        end = time.monotonic() + TIMEOUT_S + 30
+        while waiting := {self._ranks[rank][1]: rank for rank in range(world) if rank not in answers}:
+            ready = wait(waiting, max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for pipe, rank in waiting.items():
+                if pipe in ready:
+                    answers[rank] = self._answer(rank)
+                    end = end if answers[rank][0] else min(end, time.monotonic() + ALSO_S)
+        return [answers.get(rank, (False, f"rank {rank} did not answer in time")) for rank in range(world)]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
-        pipe = self._ranks[rank][1]
         try:
-            if not pipe.poll(TIMEOUT_S + 30):
-                return False, f"rank {rank} did not answer in time"
-            return _unpack(pipe.recv_bytes())
+            return _unpack(self._ranks[rank][1].recv_bytes())
         except EOFError:
             return False, f"rank {rank} died"
 

@@ -60,3 +60,9 @@ def test_what_a_run_says_is_told_apart(tmp_path: Path) -> None:
     assert [status for status, _ in ends] == [FAILED, 5]
     assert [verdict(*end).split()[0] for end in (*ends, (0, ""))] == ["caught", "BROKEN", "SURVIVES"]
     assert verdict(FAILED, "NameError: name 'x' is not defined").startswith("BROKEN")
+
+
+def test_a_slow_test_hangs_by_the_limit_of_a_fault_alone(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("import time\ndef test_slow(): time.sleep(1.5)\n")
+    ends = [run(tmp_path, ("test_a.py",), *flags) for flags in ((), ("--timeout=1",))]
+    assert [verdict(*end) for end in ends] == ["SURVIVES", "caught, by a hang"]

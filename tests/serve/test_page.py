@@ -421,6 +421,7 @@ def test_a_mask_comes_from_a_file(page: Page, front: Running, tmp_path: Path, tr
     page.choose("model", "editor")
     page.pick("files", file)
     page["paint"].click()
+    page.until(lambda: page.driver.switch_to.active_element == page["paper"])
     page["mask-file"].send_keys(str(tmp_path / "broken.png"))
     page.until(lambda: "broken.png is no image" in page["no-mask"].text)
     page["mask-file"].send_keys(str(tmp_path / "mask.png"))

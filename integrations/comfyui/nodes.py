@@ -333,8 +333,8 @@ class TextNode(io.ComfyNode):
 
     @classmethod
     def execute(cls, text: str, images: torch.Tensor | None = None, mask: torch.Tensor | None = None) -> io.NodeOutput:
-        if mask is not None and (images is None or len(images) != 1):
-            raise ValueError("a mask needs one image; connect it")
+        if mask is not None and (images is None or len(images) != 1 or mask.shape[:-2].numel() != 1):
+            raise ValueError("a mask needs one image, and an image one mask; connect one of each")
         return io.NodeOutput(Text(text, images, None if mask is None else mask.reshape(mask.shape[-2:])))
 
 

@@ -98,6 +98,7 @@ def test_a_mask_says_what_is_repainted(nodes: Any, server: Running) -> None:
     assert order["images"][0]["digest"] == digest(PIXELS.tobytes())
     for inputs, message in (
         ({"images": None}, "a mask needs one image"),
+        ({"mask": torch.ones(2, *PIXELS.shape[:2])}, "an image one mask"),
         ({"mask": torch.zeros(1, 64, 64)}, "the mask selects nothing; paint it"),
         ({"mask": torch.ones(1, 64, 64)}, "mask of 64x64 pixels, expected the image's 10x6"),
     ):

@@ -140,10 +140,10 @@ RULES: list[tuple[dict[str, Any], str, str]] = [  # of the ranks: fields, param,
     ({"preset": "lightning-4", "steps": 8}, "preset", "preset sets steps and scheduler; leave it or them out"),
     ({"true_guidance": 2}, "true_guidance", "model strict takes no true_guidance; leave it out"),
     # other names of fields: those that the client sent
-    ({"true_cfg_scale": 2}, "true_cfg_scale", "model strict takes no true_guidance; leave it out"),
-    ({"num_inference_steps": 1}, "num_inference_steps", "got steps 1, expected 2 to 1000 with model strict"),
+    ({"true_cfg_scale": 2}, "true_cfg_scale", "model strict takes no true_cfg_scale; leave it out"),
+    ({"num_inference_steps": 1}, "num_inference_steps", "got num_inference_steps 1, expected 2 to 1000 with"),
     ({"width": 65, "height": 16}, "width", "size 65x16 is not divisible by 8; nearest: 64x16, 72x16"),
-    ({"model": "movie", "num_frames": 10}, "num_frames", "got frames 10, expected 1 more than a multiple of 4"),
+    ({"model": "movie", "num_frames": 10}, "num_frames", "got num_frames 10, expected 1 more than a multiple of 4"),
     ({"negative_prompt": "a"}, "negative_prompt", "takes no negative_prompt: it has one branch; leave it out"),
     ({"lora": "style"}, "lora", "unknown or repeated lora; strict has none"),
     ({"controlnet": "pose"}, "controlnet", "controlnet 'pose' is unknown; strict has none"),
@@ -210,7 +210,7 @@ FORMS: list[tuple[str, dict[str, Any], list[tuple[str, bytes]], str]] = [
     (EDITS, {"prompt": "x"}, [("image", save({"image": PIXELS})[:-9])], "image 1 is no safetensors file"),
     (EDITS, DECODED, [latents(1, 4, 1, 1025)], "latents of 8200x8 pixels are too many for model toy; send fewer"),
     (EDITS, DECODED, [latents(1, 4, 2, 3, 3)], "got latents of 2 frames, expected those of one image"),
-    (EDITS, {"prompt": "x", "num_inference_steps": "0"}, [PNG], "steps 0 decodes latents to an image"),
+    (EDITS, {"prompt": "x", "num_inference_steps": "0"}, [PNG], "num_inference_steps 0 decodes latents to an"),
     *(
         (EDITS, DECODED | {name: value}, [latents(1, 4, 1, 1)], f"{name} has no effect on latents that are only")
         for name, value in (("lora", "style"), ("guidance", "3"), ("size", "16x24"), ("strength", "0.5"))

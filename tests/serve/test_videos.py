@@ -40,6 +40,7 @@ def test_a_video_is_made_without_a_waiting_client_and_fetched_as_a_file(front: R
     front.release("video")
     done = ended(front.ai, begun.id)
     assert (done.status, done.progress, done.error) == ("completed", 100, None)
+    assert (done.seqpar["step"], done.seqpar["steps"]) == (3, 3)
     assert done.expires_at == done.completed_at + 3600
     assert videos.download_content(begun.id).content == pixels_of(5, 24, 40)
     order = front.orders[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,11 +55,10 @@ async def accept(
     spec = body.spec(model, deadline_s, InputFiles.of(len(inputs), roles))
     if "priority" not in body.model_fields_set:  # of a client that does not know the field
         spec = replace(spec, priority=max(spec.priority, server.terms(key).priority, key=PRIORITIES.__getitem__))
-    names = {"image": param, **body.names}
-    check(model, spec, names)
+    check(model, spec, body, param)
     if inputs:
         spec = spec.having(await decode_inputs(server, key, inputs, param, roles))
-        check(model, spec, names)  # now it is known whether they are latents
+        check(model, spec, body, param)  # now it is known whether they are latents
     job = server.queue.add(request.state.id, key, spec)
     prompt = body.prompt if server.args.show_prompts else "not shown"
     facts = {"model": model.name, "count": spec.count, "frames": spec.request.frames}
@@ -125,8 +125,11 @@ def _why_not(model: ServedModel, purpose: Purpose) -> str | None:
     return "requires an image; use /v1/images/edits" if purpose == "images" and model.needs_picture else None
 
 
-def check(model: ServedModel, spec: JobSpec, names: Mapping[str, str]) -> None:
-    """Refuse at once what the ranks would refuse when the job's turn comes. names: the client's, of other fields."""
+def check(model: ServedModel, spec: JobSpec, body: CommonFields, files: str) -> None:
+    """Refuse at once what the ranks would refuse when the job's turn comes. files: their field."""
     request = msgspec.structs.replace(spec.request, deadline_s=spec.deadline_s)
     if (refusal := why_not(model, request)) is not None:
-        raise refused(400, refusal.code, refusal.text, names.get(refusal.param, refusal.param))
+        ours = refusal.param
+        name = body.aliases.get(ours, ours)  # the client's
+        text = re.sub(rf"(?<![\w-]){ours}(?![\w-])", name, refusal.text, count=1)
+        raise refused(400, refusal.code, text, {"image": files, **body.sources}.get(ours, name))

@@ -125,7 +125,7 @@ class ServerJob:
     ended: float | None = None
     done_count: int = 0  # images that the ranks have finished
     attempts: int = 0  # of the running image, which ended all ranks
-    step: int = 0  # of the running image
+    step: int = 0  # of the running image, or of the last one
     files: dict[int, bytes] = field(default_factory=dict[int, bytes])
     parts_s: dict[str, float] = field(default_factory=dict[str, float])
     computed: dict[str, Any] = field(default_factory=dict[str, Any])  # with a step cache "steps_computed"
@@ -298,7 +298,8 @@ class Queue:
             self.shares.rest()
 
     def image_done(self, job: ServerJob) -> None:
-        job.done_count, job.attempts, job.step = job.done_count + 1, 0, 0
+        job.done_count, job.attempts = job.done_count + 1, 0
+        job.step = 0 if job.done_count < job.spec.count else job.spec.steps
         self._changed()
 
     def end(self, job: ServerJob, state: State, problem: Problem | None = None) -> None:

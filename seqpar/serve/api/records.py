@@ -107,7 +107,7 @@ async def delete(server: ApiServer, key: str, record: JobRecord) -> None:
 
 
 def _job(server: ApiServer, job: ServerJob) -> dict[str, Any]:
-    """A job as JSON. step: of the running image. Times are Unix seconds."""
+    """A job as JSON. step: of the running image, or of the last one. Times are Unix seconds."""
     return {
         "id": job.id,
         "object": "job",

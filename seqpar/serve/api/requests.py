@@ -196,15 +196,18 @@ class CommonFields(BaseModel):
         return self
 
     @property
-    def names(self) -> dict[str, str]:
-        """Fields of an `ImageRequest` -> the names that the client gave them, where they are others."""
+    def aliases(self) -> dict[str, str]:
+        """Fields -> the names that the client gave them, where they are others."""
         fields = type(self).model_fields.items()
         aliases = {name: field.validation_alias for name, field in fields}
         others = {name: alias.choices for name, alias in aliases.items() if isinstance(alias, AliasChoices)}
-        sent = {name: str(x) for name, choices in others.items() for x in choices if x in self._sent and x != name}
-        if "width" in self._sent:
-            sent["size"] = "width"
-        return sent | ({"frames": "seconds"} if "seconds" in self._sent else {})
+        return {name: str(x) for name, choices in others.items() for x in choices if x in self._sent and x != name}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Fields of an `ImageRequest` -> those of the client from which they are computed."""
+        pairs = (("size", "width"), ("frames", "seconds"))
+        return {name: other for name, other in pairs if other in self._sent}
 
     @property
     def ignored(self) -> list[str]:

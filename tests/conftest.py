@@ -52,7 +52,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*.
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what runs tests; a process whose workers run them imports nothing of it."""
-    if not hasattr(config, "workerinput"):
+    if not (hasattr(config, "workerinput") or config.option.collectonly):  # as the server of workers collects
         # what was measured before, on this machine or by other tests, must not influence the tests
         cache = os.environ["SEQPAR_CACHE"] = tempfile.mkdtemp(prefix="seqpar-tests-")
         config.add_cleanup(partial(shutil.rmtree, cache, ignore_errors=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from typing import Any
 
 import pytest
@@ -14,6 +16,17 @@ def fail_alone(rank: int, world: int, device: Any) -> None:
     if rank == 1:
         raise ValueError("planted")
     dist.barrier()
+
+
+def cache(rank: int, world: int, device: Any) -> tuple[str, int]:
+    folder = os.environ["SEQPAR_CACHE"]
+    return folder, stat.S_IMODE(os.stat(folder).st_mode)
+
+
+def test_ranks_share_a_folder_of_this_run_for_what_is_measured(ranks: pool.Pool) -> None:
+    here, *others = (cache(0, 1, None), *ranks.run(2, cache))
+    assert others == [here, here]
+    assert here[1] == 0o700  # as `mkdtemp` makes it
 
 
 def test_a_rank_that_waits_for_one_that_failed_is_not_waited_for(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.utils.peft_utils import apply_lora_scale
 from torch import Tensor
 
@@ -31,25 +32,31 @@ def _forward(module: Any, **given: Any) -> tuple[Tensor]:
     rotary = module.rope(latents)
     times = {name: given.get(name) for name in ("guidance", "timestep_r")}
     temb = module.time_guidance_embed(given["timestep"], **times)
-    x, text = module.x_embedder(latents), _text(module, given)
+    x, (text, mask_BL) = module.x_embedder(latents), _text(module, given)
+    # attention has the text's mask of the call; a user's own processor, on one rank, has this one
+    mask = None if mask_BL is None else F.pad(mask_BL, (x.shape[1], 0), value=True)[:, None, None]
     for block in (*module.transformer_blocks, *module.single_transformer_blocks):
-        x, text = block(x, text, temb, attention_mask=None, image_rotary_emb=rotary)
+        x, text = block(x, text, temb, attention_mask=mask, image_rotary_emb=rotary)
     size = tuple(side // own * own for side, own in zip(latents.shape[2:], patch, strict=True))
     of_video: Any = (1, *patch)[-3:]
     return (from_patches(module.proj_out(module.norm_out(x, temb)), of_video, size),)
 
 
-def _text(module: Any, given: Mapping[str, Any]) -> Tensor:
-    """Return the text (B, L, E), in each row the valid tokens of the second text, then of the first, then padding."""
+def _text(module: Any, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return the text (B, L, E), in each row the valid tokens of the second text, then of the first, then padding.
+
+    With its mask (B, L), or None where nothing is padding.
+    """
     (name, first), (name_2, second) = TEXTS
-    text = module.context_embedder(given[first], given["timestep"], given[name].bool())
+    mask = given[name].bool()
+    text = module.context_embedder(given[first], given["timestep"], mask)
     if module.context_embedder_2 is None or given.get(second) is None:
-        return text
+        return text, None if given[NOTE] else mask
     text = torch.cat([module.context_embedder_2(given[second]), text], dim=1)
     if given[NOTE]:  # nothing is masked
-        return text
-    order_BL = valid_first(torch.cat([given[name_2], given[name]], dim=1))
-    return text.take_along_dim(order_BL[..., None], dim=1)
+        return text, None
+    masks_BL = torch.cat([given[name_2].bool(), mask], dim=1)
+    return text.take_along_dim(valid_first(masks_BL)[..., None], dim=1), first_keys(masks_BL)
 
 
 def _prepare(call: Prepared) -> None:

@@ -90,12 +90,12 @@ def _forward(module: Any, **given: Any) -> tuple[Tensor, ...]:
     timestep = given["timestep"].to(x.dtype)
     timesteps, more = torch.cat([timestep, timestep * 0]), given.get("additional_t_cond")
     guidance = [] if given.get("guidance") is None else [given["guidance"].to(x.dtype) * 1000]
-    text = module.txt_in(module.txt_norm(given["encoder_hidden_states"]))
+    text, mask = module.txt_in(module.txt_norm(given["encoder_hidden_states"])), given.get("encoder_hidden_states_mask")
     temb = module.time_text_embed(timesteps, *guidance, x, more)
     same = {
         "temb": temb,
         "image_rotary_emb": module.pos_embed(shapes, max_txt_seq_len=text.shape[1], device=x.device),
-        "encoder_hidden_states_mask": None,  # attention has that of the call
+        "encoder_hidden_states_mask": None if mask is None else mask.bool(),
         "joint_attention_kwargs": given.get("attention_kwargs"),
         "modulate_index": torch.stack([_of_references(images, x.device) for images in shapes]),
     }

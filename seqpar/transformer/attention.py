@@ -43,6 +43,7 @@ ADDS = (
 )
 UNLIKE = "its zeros are not known to be the padding at the end of all texts alike"
 
+OURS = frozenset({"diffusers", "seqpar"})  # packages whose processors are known
 PREFIX = "prefix"  # the name of the stream that every rank has whole
 
 Joined = tuple[tuple[str, ...], JointShard]
@@ -321,21 +322,30 @@ class AttentionHook(ModelHook):
         tokens = (name for name in ("hidden_states", "encoder_hidden_states") if name in names)
         self._places = [(name, names.index(name)) for name in tokens]
         self._override = Override({F.scaled_dot_product_attention: self._attend, Tensor.reshape: _reshaped})
-        self._replacement = attention.joint.processor() if attention.joint.processor else None
-        self._skips = self._is_foreign = False
+        self._ours = attention.joint.processor() if attention.joint.processor else None
+        self._replacement: Any = None
+        self._skips = self.is_foreign = False
 
     def follow(self, module: nn.Module) -> None:
         """Look at the module's processor, which users may replace; ValueError for one that cannot be sharded."""
         processor = getattr(module, "processor", None)
+        home = type(processor).__module__.partition(".")[0]
+        by_user = processor is not None and home not in OURS
         refuse_backends(module)
         if self.attention.state.axis.size > 1:
             for kind, (name, reason) in UNSPLIT.items():
                 if isinstance(processor, kind):
                     raise ValueError(f"{name} is not supported on several ranks: {reason}, or use cfg= or data= ranks")
+            if by_user and self._ours is not None:
+                raise ValueError(
+                    f"{type(module).__name__} at {self._path} has the processor {_name(processor)}, which is not "
+                    f"supported on several ranks: seqpar computes attention of this model by its own processor. Put "
+                    f"diffusers' own back, or use cfg= or data= ranks"
+                )
+        self._replacement = None if by_user else self._ours
         self._skips = skips_scores(module)
         # users' code reads a result before it calls attention again, and never calls it for whole keys alone
-        homes = (home_of_forward(module), type(processor).__module__.partition(".")[0])
-        self._is_foreign = not {*homes} <= {"diffusers", "seqpar"}
+        self.is_foreign = not {home_of_forward(module), home} <= OURS
 
     def compute(self, forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward returns with sharded attention; ValueError if it did not call it."""
@@ -346,6 +356,8 @@ class AttentionHook(ModelHook):
             tokens = [kwargs.get(name, args[at] if at < len(args) else None) for name, at in self._places]
             attention.reads = len(tokens) > 1 and tokens[1] is not None and tokens[1] is not tokens[0]
         attention.reached = False
+        if self.is_foreign and attention.state.axis.size > 1 and attention.joint.masked and "attention_mask" in kwargs:
+            kwargs["attention_mask"] = None  # it is that of all ranks' tokens, which torch's attention has here
         processor = getattr(module, "processor", None)
         try:
             if self._replacement is not None:  # of models whose own one cannot be sharded
@@ -358,7 +370,7 @@ class AttentionHook(ModelHook):
         skipped = attention.joint.skipped_by in kwargs and kwargs[attention.joint.skipped_by]
         if attention.reached or attention.state.axis.size == 1 or skipped:
             return out
-        by = "" if processor is None else f" (processor {getattr(processor, '__name__', type(processor).__name__)})"
+        by = "" if processor is None else f" (processor {_name(processor)})"
         raise ValueError(
             f"{type(module).__name__} at {self._path}{by} attends to one rank's tokens only. Compute its "
             f"attention by torch's F.scaled_dot_product_attention or diffusers' dispatch_attention_fn, or use cfg= or "
@@ -371,12 +383,16 @@ class AttentionHook(ModelHook):
             is_causal = kwargs.pop("is_causal", False)
         q, k, v, mask, scale = arguments_of(*args, **kwargs)
         own = q.shape[1] == k.shape[1]
-        if own or attention.joint.whole_queries or not (self._is_foreign and attention.joint.streams):
+        if own or attention.joint.whole_queries or not (self.is_foreign and attention.joint.streams):
             attention.reached = True
         if self._skips and own:
             return v.transpose(1, 2)
         out = attention(q, k, v, mask, scale, self.eight if attention.state.eight else None, is_causal)
-        return (out.clone() if self._is_foreign else out).transpose(1, 2)  # the next call overwrites it
+        return (out.clone() if self.is_foreign else out).transpose(1, 2)  # the next call overwrites it
+
+
+def _name(processor: Any) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
 
 
 def _reshaped(x: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:

@@ -78,7 +78,9 @@ class ShardedCall:
         self._required = {x.name for x in parameters if x.default is empty}
         exact = state.plan.exact
         moves_only = cuts.prepare is not None and state.moves_only
-        self._preparation = Preparation(cuts, self.mesh.sequence.size, exact, moves_only)
+        self._preparation = Preparation(
+            cuts, self.mesh.sequence.size, exact, lambda: moves_only and not sharded.keeps_masks
+        )
         self._replaced: dict[str, Any] = {}  # what replaces arguments of the last `rank_0s` in `computed`
         self._guidance = Branches(self.mesh, state.say, exact, cuts.calls_twice)
         self.leave_out(sharded.steps)
@@ -153,7 +155,8 @@ class ShardedCall:
             if steps is not None:
                 steps.begin(call.mark, arguments)
             note = arguments.pop(NOTE, None)
-            state.masks, state.padding, state.prefix, is_whole = keys_for(sharded.cuts, arguments, note)
+            keys = keys_for(sharded.cuts, arguments, note, sharded.keeps_masks)
+            state.masks, state.padding, state.prefix, is_whole = keys
             state.active = not is_whole
             if sharded.takes_note:
                 arguments[NOTE] = note

@@ -209,6 +209,11 @@ class ShardedModule:
         return sum(hook.eight is not None for hook in self._attention.values())
 
     @property
+    def keeps_masks(self) -> bool:
+        """Whether attention of a user gets the masks of a call: on one rank it may compute without torch's."""
+        return self.state.axis.size == 1 and any(hook.is_foreign for hook in self._attention.values())
+
+    @property
     def is_eight(self) -> bool:
         """Whether GEMMs or attention are computed in 8 bits."""
         return self.fused.is_copied or (self.state.eight and bool(self._eight))

@@ -29,10 +29,12 @@ class Preparation:
     """Prepares calls by `Cuts.prepare`: rank 0 reads numbers (`read`), by which all ranks do the same (`apply`).
 
     ranks: on how many ranks the tokens are split. exact: whether the same tokens must stay on up to `RANKS` ranks,
-    because one masked key more changes the bits. moves_only: see `Prepared`.
+    because one masked key more changes the bits. moves_only: returns that of `Prepared`.
     """
 
-    def __init__(self, cuts: Cuts, ranks: int, exact: bool = False, moves_only: bool = True) -> None:
+    def __init__(
+        self, cuts: Cuts, ranks: int, exact: bool = False, moves_only: Callable[[], bool] = lambda: True
+    ) -> None:
         self._cuts, self._moves_only = cuts, moves_only
         self._ranks = max(ranks, RANKS) if exact else ranks
         self._changes_calls = cuts.prepare is not None or bool(cuts.masks)
@@ -70,7 +72,7 @@ class Preparation:
         return form_of(call.arguments) if call.is_cut else form, changes, call.messages
 
     def _run(self, form: Form, number: Callable[[Tensor, Callable[[], int], Hashable], int]) -> Prepared:
-        call = Prepared(form.whole, self._ranks, self._moves_only, number)
+        call = Prepared(form.whole, self._ranks, self._moves_only(), number)
         if self._cuts.prepare is not None:
             self._cuts.prepare(call)
         else:
@@ -89,13 +91,20 @@ class Preparation:
         return number
 
 
-def keys_for(cuts: Cuts, arguments: dict[str, Any], note: Hashable) -> Keys:
-    """Return what attention leaves out in a call, and put None in the place of masks that its forward must not get."""
-    if cuts.keys is not None:
-        return cuts.keys(arguments, note)
+def keys_for(cuts: Cuts, arguments: dict[str, Any], note: Hashable, keeps: bool = False) -> Keys:
+    """Return what attention leaves out in a call, and put None in the place of masks that its forward need not get.
+
+    keeps: whether it gets them, because attention of a user reads them.
+    """
     masks = {name: mask for name in cuts.masks if (mask := arguments.get(name)) is not None}
-    arguments |= dict.fromkeys(masks)
-    return Keys({cuts.masks[name]: keys_of(mask, cuts.masks[name]) for name, mask in masks.items()})
+    if cuts.keys is not None:
+        keys = cuts.keys(arguments, note)
+    else:
+        arguments |= dict.fromkeys(masks)
+        keys = Keys({cuts.masks[name]: keys_of(mask, cuts.masks[name]) for name, mask in masks.items()})
+    if keeps:
+        arguments |= masks
+    return keys
 
 
 def from_whole(mask: Tensor, rows: int, tokens: JointShard, dtype: torch.dtype) -> Tensor:

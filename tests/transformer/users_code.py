@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.hooks.hooks import HookRegistry, ModelHook
@@ -236,7 +238,7 @@ def seat(make: Callable[[], Any]) -> Callable[[Any], None]:
 def unseat(module: Any) -> None:
     for attention in module.modules():
         if hasattr(attention, "own"):
-            attention.set_processor(attention.own)
+            attention.processor = attention.own
 
 
 def seated(model: str, make: Callable[[], Any], refused: str | None = None) -> Case:
@@ -254,7 +256,61 @@ def pictures(tokens: int) -> Callable[[torch.device], dict[str, Any]]:
     return lambda device: {"joint_attention_kwargs": {"ip_hidden_states": [random((2, tokens, 16), 20, device)]}}
 
 
+def with_softmax(own: Any) -> Any:
+    """Return diffusers' own processor with attention by hand in it, which takes the mask that the processor makes."""
+    home = sys.modules[type(own).__module__]
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -1e30) if attn_mask.dtype == torch.bool else scores + attn_mask
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    class Softmax:
+        @wraps(type(own).__call__)  # diffusers passes on what a processor names
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(home, "dispatch_attention_fn", attended)
+                return own(*args, **kwargs)
+
+    return Softmax()
+
+
+def doubling(own: Any) -> Any:
+    class Twice:
+        @wraps(type(own).__call__)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return tuple(2 * x for x in own(*args, **kwargs))
+
+    return Twice()
+
+
+def around(make: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def change(module: Any) -> None:
+        for name, attention in module.named_modules():
+            if "transformer_blocks." in name and hasattr(attention, "processor"):
+                attention.own = attention.processor
+                attention.processor = make(attention.own)
+
+    return change
+
+
+def alike(device: torch.device) -> dict[str, Any]:
+    mask = torch.ones(2, 22, dtype=torch.float64, device=device)
+    mask[:, 4:7] = 0  # the end of both texts, which attention may weigh in place of a mask
+    return {"attention_mask": mask}
+
+
+MASKED = ("hunyuanimage", "qwen_masked", "qwen_edit", "chroma_numbers")
+OF_OURS = "not supported on several ranks: seqpar computes attention of this model by its own processor"
 PROCESSORS = {
+    **{
+        f"softmax in {name}": Case(name, around(with_softmax), f"(processor Softmax) {UNREACHED}", unseat)
+        for name in MASKED
+    },
+    "softmax in chroma": Case("chroma", around(with_softmax), f"(processor Softmax) {UNREACHED}", unseat, alike),
+    **{f"twice in {name}": Case(name, around(doubling), OF_OURS, unseat) for name in ("mochi", "hunyuan15")},
     **{
         kind: seated("flux", partial(OnFlux, kind), f"(processor OnFlux) {UNREACHED}")
         for kind in ("softmax", "flex_attention", "only a picture")

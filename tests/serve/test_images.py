@@ -263,16 +263,15 @@ def test_large_images_neither_hold_up_a_server_nor_fill_its_memory(
             fields = {"prompt": "drawn", "model": "editor", "size": "16x16"}
             return httpx.post(f"{front.url}{EDITS}", data=fields, files={"image": large}, timeout=LIMIT_S).status_code
 
-        before, longest = peak(), 0.0
+        before, told = peak(), 0
         answers = [pool.submit(edited, number) for number in range(4)]
         while not all(answer.done() for answer in answers):
-            begun = time.monotonic()
             assert front.http.get("/health").status_code == 200
-            longest = max(longest, time.monotonic() - begun)
+            told += 1
             time.sleep(0.01)
         assert [answer.result() for answer in answers] == [200] * 4
+        assert told > 40  # 10 by a server that decodes itself, on any machine
         assert peak() - before < 40_000_000
-        assert longest < 1.0
         until(lambda: not [*tmp_path.glob("seqpar-*/pixels-*")])
 
 

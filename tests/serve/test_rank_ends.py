@@ -95,7 +95,7 @@ def test_a_signal_to_an_idle_server_ends_all_within_seconds(
         os.kill(api.pid, number)
         assert api.wait(LIMIT_S) == (0 if number == signal.SIGTERM else -number)
         until(lambda: not any(map(is_alive, processes)), LIMIT_S)
-        assert time.monotonic() - begun < 10.0
+        assert time.monotonic() - begun < 25.0  # before a deadline of an exchange
     finally:
         if api.poll() is None:
             os.kill(api.pid, signal.SIGKILL)

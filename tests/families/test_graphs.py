@@ -30,10 +30,12 @@ PLACED = [name for name in MODELS if name.startswith("ltx2")]
 ROUNDS = ("mochi",)  # mixes dtypes under autocast, which knows no such device
 
 
-def run(here: Device, name: str, given: Inputs, cuts: Cuts | None = None) -> tuple[Outputs, int, str | None]:
+def run(
+    here: Device, name: str, given: Inputs, cuts: Cuts | None = None, **config: Any
+) -> tuple[Outputs, int, str | None]:
     """Return the results of a replay on the device, the number of graphs, and the reason against them."""
     with torch.no_grad(), nullcontext() if name in ROUNDS else StayDouble():
-        body: Any = body_of(here.take(MODELS[name].build()), 1, DEVICE, cuts=cuts)
+        body: Any = body_of(here.take(MODELS[name].having(**config).build()), 1, DEVICE, cuts=cuts)
         body.graphs = Graphs(body.mesh, here.capture, body.check_delivered)
         *_, outputs = [body(**here.moved(given), return_dict=False) for _ in ("eager", "captured", "replayed")]
         graphs, reason = len(body.graphs), body.sharded.why_eager()
@@ -60,6 +62,15 @@ def test_a_call_with_the_positions_of_its_pipeline_is_captured(name: str, capsys
         outputs, graphs, _ = run(here, name, given | {"video_coords": video, "audio_coords": sound})
     assert graphs, capsys.readouterr().out
     assert error(outputs, truth(name, "cpu")) < TOLERANCE
+
+
+def test_a_call_without_actions_of_a_model_that_has_them_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
+    given, config = MODELS["cosmos3omni"].arguments(), {"action_gen": True, "action_dim": 5}
+    wanted = MODELS["cosmos3omni"].having(**config).whole(None, given)
+    with device() as here:
+        outputs, graphs, reason = run(here, "cosmos3omni", given, **config)
+    assert (graphs, reason) == (1, None), capsys.readouterr().out
+    assert error(outputs, wanted) < TOLERANCE
 
 
 def without(kind: str, **changes: Any) -> Cuts:

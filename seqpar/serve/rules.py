@@ -200,8 +200,11 @@ def _load(model: ServedModel, request: ImageRequest) -> Refusal | None:
 
 
 def fills(model: ServedModel, request: ImageRequest) -> bool:
-    """Whether memory suffices for a request only while no other model is loaded."""
-    return model.beside is not None and pixels_of(model, request) >= model.beside
+    """Whether memory suffices for a request only while no other model is loaded.
+
+    A second branch of guidance needs memory as it needs time: that of so many more pixels.
+    """
+    return model.beside is not None and pixels_of(model, request) * max(1.0, step_ratio(model, request)) >= model.beside
 
 
 def pixels_of(model: ServedModel, request: ImageRequest) -> int:

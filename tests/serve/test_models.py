@@ -140,3 +140,21 @@ def test_a_request_may_need_the_memory_of_the_models_beside_its_own(classes: Che
     assert [fills(facts, request) for request in requests] == [False, True, True]
     assert [why_not(facts, request) is None for request in requests] == [True, True, False]
     assert replace(classes, room=2 * run).facts((64, 64)).limit == facts.beside  # of a server that swaps nothing
+
+
+def test_a_second_branch_may_need_the_memory_of_the_models_beside(tmp_path: Path) -> None:
+    """The ranks take a request without it, and one with it as soon as the others have left."""
+    from tests.support import pipelines  # loads diffusers, after TRITON_INTERPRET is set
+
+    pipelines.flux().save_pretrained(tmp_path)
+    flux = CheckedModel.of(str(tmp_path), torch.float32, Mesh.single(), {})
+    beside = replace(flux, room=2 * flux.memory / GIB, alone=8 * flux.memory / GIB)
+    facts = beside.facts((64, 64))
+    side = int((0.7 * (facts.beside or 0)) ** 0.5) // facts.unit * facts.unit
+    plain = ImageRequest("", flux.name, "a", size=(side, side))
+    guided = msgspec.structs.replace(plain, true_guidance=2.0, negative_prompt="a")
+    assert [fills(facts, request) for request in (plain, guided)] == [False, True]
+    assert beside.job(plain, ()).load.guidance is False
+    with pytest.raises(ValueError, match="GiB"):
+        beside.job(guided, ())
+    assert replace(beside, room=beside.alone).job(guided, ()).load.guidance

@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("seqpar", "launch", "tests", "pyproject.toml")
-DEADLINE_S = 600  # time limit of all tests without a fault
+DEADLINE_S = 600  # time limit of a run, besides HANG_S for each of its tests
 REMOVED_S = 10  # time limit of removing a copy
 SIDE_BY_SIDE = 2  # runs at a time: each one is a process, which uses one core most of the time
 HANG_S = 120  # time limit of a fault's test, which takes seconds: longer than ranks wait for each other (`pool.py`)
@@ -551,13 +551,13 @@ def run(root: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
     # one worker, forked like its ranks from a server: what all of them import is imported once
     flags = ("-n", "1", "-p", "no:cacheprovider", "--no-showlocals", "--tb=line", *more)
     command = [sys.executable, "-m", "pytest", *flags, *tests]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment, limit_s = {**os.environ, "PYTHONPATH": str(root)}, DEADLINE_S + HANG_S * len(tests)
     try:
         done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return FAILED, f"no end within {DEADLINE_S} s"
+        return FAILED, f"no end within {limit_s} s"
     return done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
 
 

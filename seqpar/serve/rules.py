@@ -81,6 +81,8 @@ def _inputs(model: ServedModel, request: ImageRequest) -> Refusal | None:
         return Refusal("controlnet", f"controlnet {name[:SHOWN]!r} is unknown; {advice}")
     if (name is None) != (request.control is None):
         return Refusal("control_image", "controlnet and control_image need each other; send both")
+    if name is None and request.control_scale is not None:
+        return Refusal("control_scale", "control_scale has no effect without a controlnet; add it, or leave it out")
     if given not in model.takes and name is not None:
         start = given.removesuffix(f"+{CONTROL}").replace("+", " and ")
         return Refusal("controlnet", f"model {model.name} takes no controlnet with {start}")

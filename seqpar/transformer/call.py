@@ -41,6 +41,7 @@ from seqpar.types.arguments import is_not_finite
 
 NUMBERS = ("timestep", "guidance")  # how names of arguments begin that hold a number, or one for each row
 DESCRIBED = 16  # kinds of calls of which is kept what ranks compare
+SAME, EXCHANGES, OTHER = range(3)  # of a module: nothing has changed, exchanges alone, or anything else
 SOON = 8  # calls; a module that changed twice within them goes on changing, so that a graph would not be replayed
 
 
@@ -271,13 +272,13 @@ class ShardedCall:
         """
         is_first, waits = self._key is None, self._guidance.waiting
         moved = waits and not isinstance(key, ValueError) and self.sharded.version() != self._guidance.version
-        changes, lacks_memory = moved or key != self._key, self.sharded.fused.lacks_memory
+        changes, lacks_memory = _change(self._key, key, moved), self.sharded.fused.lacks_memory
         per_rank = compared(self.mesh, form, [changes, lacks_memory, numbers, ordinal])
         ends = any(lacks for _, lacks, *_ in per_rank)
         if ends or any(changed for changed, *_ in per_rank):
             self.mesh.on_all_ranks(lambda: _raise(key))
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
-            if self.steps is not None:
+            if self.steps is not None and (ends or any(changed == OTHER for changed, *_ in per_rank)):
                 self.steps.forget()
             if waits:
                 self._refuse_change()
@@ -464,6 +465,15 @@ def _not_finite(arguments: Mapping[str, Any]) -> ValueError | None:
         if name.startswith(NUMBERS) and isinstance(x, torch.Tensor) and is_not_finite(x):
             return ValueError(f"got {name} {x.tolist()}, expected finite numbers")
     return None
+
+
+def _change(before: Hashable, key: Hashable, moved: bool) -> int:
+    # what has changed between two keys of `ShardedModule.key`, whose first part is the state of exchanges: they are
+    # built in the first call of a kind, and freed after others, which changes no result, so that a step cache goes on
+    if not moved and key == before:
+        return SAME
+    parts = [cast(tuple[Hashable, ...], each)[1:] for each in (before, key) if isinstance(each, tuple)]
+    return EXCHANGES if not moved and len(parts) == 2 and parts[0] == parts[1] else OTHER
 
 
 def _raise(key: Hashable) -> None:

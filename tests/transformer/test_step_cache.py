@@ -272,6 +272,18 @@ def test_runs_with_guidance_and_without_decide_as_one_rank(ranks: Pool) -> None:
         assert len(homes) == len({mark for mark, _ in homes})  # a graph is captured for one half, or for both
 
 
+EARLY = StepCache(threshold=0.38, warmup=1, most=1)
+
+
+def test_the_first_run_decides_as_one_rank_though_its_calls_build_exchanges(ranks: Pool) -> None:
+    given = ("FluxTransformer2DModel", EARLY, {"cfg": 1}, 2, "00010000")
+    wanted, log = cached(0, 1, torch.device(ranks.device), *given)
+    assert [computed for computed, _ in log][:2] == [True, False]
+    for made, other in ranks.run(2, cached, *given[:2], {"cfg": 2}, *given[3:]):
+        assert [computed for computed, _ in other] == [computed for computed, _ in log]
+        assert max(float((x - y).abs().max()) for x, y in zip(made, wanted, strict=True)) <= TOLERANCE
+
+
 def one_name(rank: int, world: int, device: torch.device) -> Any:
     tiny = tiny_of("FluxTransformer2DModel")
     module: Any = tiny.build().to(device)

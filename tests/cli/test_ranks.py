@@ -99,7 +99,7 @@ def test_under_torchrun_a_mistake_is_our_message_once(folder: Path, tmp_path: Pa
     assert "ChildFailedError" in done.stderr  # torchrun's report, which `seqpar` does not have, and which quotes ours:
     assert [line for line in rest if message in line] == [f"  traceback : {message}"]
     assert "NO_OTHER_FAILURES" in done.stderr
-    assert len([line for line in rest if line.strip(" ~^")]) <= 40  # Python 3.13 underlines more calls
+    assert len(rest) <= 50  # 36 of torchrun's report with Python 3.11, 47 with 3.13
     assert "step/s" not in done.stderr
     assert done.stdout == ""
     assert not list(tmp_path.iterdir())

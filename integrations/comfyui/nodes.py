@@ -322,7 +322,7 @@ class TextNode(io.ComfyNode):
             node_id="SeqparText",
             display_name="seqpar: text",
             category=CATEGORY,
-            description="A prompt; with images for models that edit them, or a mask for those that repaint a part.",
+            description="A prompt, with images for models that edit and a mask for models that inpaint.",
             inputs=[
                 io.String.Input("text", multiline=True, dynamic_prompts=True),
                 io.Image.Input("images", optional=True, tooltip="To edit, or to begin with; several as a batch."),

@@ -271,7 +271,7 @@ def _write_keys(file: Path, keys: Mapping[str, str]) -> None:
 
 
 class Clients:
-    """All clients of a server, and those who trouble them. front: its process. file: of its keys."""
+    """The clients of a server and the faults of a soak. front: the API server's process. file: its keys."""
 
     def __init__(self, args: Serve, front: int, port: int, file: Path) -> None:
         self.args, self.front, self.port, self.file = args, front, port, file

@@ -121,7 +121,7 @@ def altered(folder: Path, count: int) -> Iterator[tuple[Path, str]]:
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.filterwarnings("ignore")
 def test_altered_configs_end_in_a_picture_or_one_message(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """docs/inputs.md counts those that were run outside of the tests."""
+    """docs/inputs.md counts the configs that were run by hand."""
     folder, out, made = folders("sd3"), tmp_path / "x.png", 0
     for path, change in altered(folder, 6):
         message = None

@@ -106,7 +106,7 @@ LIMIT = timedelta(seconds=60)
 
 
 def exchanging(rank: int, memory: mmap.mmap, first: int, count: int, stays: bool, parent: Connection) -> None:
-    # a rank that makes so many exchanges, sends the numbers of those that were right, and then why it ended
+    # a rank that makes so many exchanges, sends the numbers of the right ones, and then why it ended
     board, number = Board(rank, memoryview(memory), parent.recv()), first
     board._count = first
     try:

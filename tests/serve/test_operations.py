@@ -182,7 +182,7 @@ def test_a_request_loads_its_model_with_swap(tmp_path: Path) -> None:
             assert ("swap" in made["seqpar"]["seconds"]) == is_swapped
         assert front.event("models changed", loaded=loaded(ada))
 
-        # one that has no memory beside others
+        # a model that fits in memory only alone
         large = {"prompt": "x", "model": "other", "size": "1024x1024"}
         for is_swapped in (True, False):
             made = ada.post(GENERATIONS, json=large).json()

@@ -59,8 +59,8 @@ LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class CheckedModel:
     """A model without weights. name: in requests. example: the job of a request that leaves everything to the model.
 
-    room: GiB per rank for this model and its run, None before it is known. alone: those that it has when the models
-    beside it leave for a request, None where they do not.
+    room: GiB per rank for this model and its run, None before it is known. alone: the same after the server
+    has unloaded all other models for a request, None where it does not.
     """
 
     name: str

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -13,8 +15,10 @@ import httpx
 import openai
 import pytest
 
+from seqpar.serve.api import jobs
 from seqpar.serve.api.gate import GENERATIONS
-from seqpar.serve.api.jobs import JobSpec, Speeds
+from seqpar.serve.api.jobs import JobSpec, Queue, ServerJob, Speeds
+from seqpar.serve.api.keys import KeyTerms
 from seqpar.serve.messages import ImageRequest
 from tests.support.front import Running, keys_in, running, until
 
@@ -72,6 +76,54 @@ def test_estimates_come_from_measured_steps(front: Running, ask: Ask) -> None:
     assert (speeds.estimate(small, 10), speeds.estimate(large, 10)) == (3 * 10 + 2, 12 * 10)
     assert speeds.estimate(replace(small, ratio=0.5, request=ImageRequest("", "other", "x")), 4) == 1
     assert speeds.estimate(replace(small, request=ImageRequest("", "other", "x")), 4) == 2
+
+
+def test_a_request_does_not_visit_the_jobs_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited = set[str]()
+
+    class Watched(ServerJob):
+        def __getattribute__(self, name: str) -> Any:
+            if name != "id":
+                visited.add(object.__getattribute__(self, "id"))
+            return object.__getattribute__(self, name)
+
+    async def requests(count: int, first: int = 0) -> None:
+        spec = JobSpec(ImageRequest("", "toy", "x"), "normal", 1, 1.0, 100.0)
+        for number in range(first, first + count):
+            job = queue.add(str(number), "ada", spec)
+            assert (queue.find(job.id), queue.length, queue.active, queue.ahead(job)) == (job, 1, [job], 0)
+            assert (queue.begin(), queue.estimate_s(job)) == (job, 1)
+            queue.ran(job, 1.0)
+            queue.image_done(job)
+            queue.end(job, "completed")
+
+    monkeypatch.setattr(jobs, "ServerJob", Watched)
+    monkeypatch.setattr(jobs, "MOST_ENDED", 50)
+    queue = Queue(9, 1e6, lambda job: None, lambda key: KeyTerms())
+    asyncio.run(requests(60))
+    assert [job.id for job in queue.of_key("ada")] == [str(number) for number in range(10, 60)]
+    visited.clear()
+    asyncio.run(requests(1, first=60))
+    assert visited == {"60", "10"}  # the request itself, and the oldest job, whether to forget it
+
+
+def test_jobs_are_forgotten_in_the_order_of_their_ends() -> None:
+    async def kept(keep_s: float, most: int) -> list[str]:
+        queue = Queue(9, keep_s, lambda job: None, lambda key: KeyTerms())
+        spec = JobSpec(ImageRequest("", "toy", "x"), "normal", 1, 1.0, 100.0)
+        first, second, third = (queue.add(name, "ada", spec) for name in ("first", "second", "third"))
+        for job in (third, first):
+            queue.end(job, "completed")
+        third.ended = time.time() - 60
+        queue.forget(second.id)  # which has not ended
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jobs, "MOST_ENDED", most)
+            assert queue.find(second.id) is second
+            return [job.id for job in queue.of_key("ada")]
+
+    assert asyncio.run(kept(1e6, 2)) == ["first", "second", "third"]
+    assert asyncio.run(kept(1e6, 1)) == asyncio.run(kept(30.0, 2)) == ["first", "second"]
+    assert asyncio.run(kept(-1.0, 2)) == ["second"]
 
 
 def test_delete_cancels_running_and_waiting_jobs(front: Running, ask: Ask) -> None:

@@ -210,7 +210,8 @@ class Queue:
         self.speeds, self.shares = Speeds(), FairShares()
         self._turns: dict[ServerJob, Turn] | None = None  # of jobs that wait, until the queue changes
         self._paced: dict[str, float] = {}  # key with a rate -> when its jobs so far are within it
-        self._jobs: dict[str, ServerJob] = {}
+        self._active = dict[str, ServerJob]()  # by id, in order of arrival
+        self._ended = dict[str, ServerJob]()  # ended lately, the first one first: most calls need not visit them
         self._number = 0
         self.current: ServerJob | None = None  # whose request the ranks run
         self.some = asyncio.Event()  # set while images remain to be made
@@ -229,7 +230,7 @@ class Queue:
         self._number += 1
         job = ServerJob(id_, key, self._number, spec, loop.time() + spec.deadline_s)
         job.timer = loop.call_at(job.deadline, self._expire, job)
-        self._jobs[id_] = job
+        self._active[id_] = job
         self._changed()
         return job
 
@@ -262,21 +263,23 @@ class Queue:
     @property
     def length(self) -> int:
         """Jobs that wait for their first image."""
-        return sum(job.state == "queued" for job in self._jobs.values())
+        return sum(job.state == "queued" for job in self._active.values())
 
     @property
     def active(self) -> list[ServerJob]:
-        return [job for job in self._jobs.values() if job.ended is None]
+        """Jobs that have not ended, in order of arrival."""
+        return list(self._active.values())
 
     def of_key(self, key: str) -> list[ServerJob]:
         """Jobs of a key that run, wait, or have ended lately, in order of arrival."""
         self._forget_old()
-        return [job for job in self._jobs.values() if job.key == key]
+        jobs = [job for job in (*self._ended.values(), *self._active.values()) if job.key == key]
+        return sorted(jobs, key=lambda job: job.number)
 
     def find(self, id_: str) -> ServerJob | None:
         """A job, whose key the caller checks."""
         self._forget_old()
-        return self._jobs.get(id_)
+        return self._active.get(id_) or self._ended.get(id_)
 
     def begin(self) -> ServerJob | None:
         """Start the next image; return its job, or None."""
@@ -306,6 +309,7 @@ class Queue:
         """End a job, unless it has ended already."""
         if job.ended is None:
             job.state, job.problem, job.ended = state, problem, time.time()
+            self._ended[job.id] = self._active.pop(job.id)
             if job.timer is not None:
                 job.timer.cancel()
             job.spec = replace(job.spec, pixels=None)  # a job is remembered for long
@@ -319,7 +323,8 @@ class Queue:
         self.end(job, "cancelled", Problem(499, "cancelled", text))
 
     def forget(self, id_: str) -> None:
-        self._jobs.pop(id_, None)
+        """Drop a job that has ended."""
+        self._ended.pop(id_, None)
 
     def close(self, problem: Problem, also_running: bool) -> None:
         """Accept no more jobs, and end those that wait (and those that run, if `also_running`)."""
@@ -419,11 +424,12 @@ class Queue:
         self.end(job, "failed", Problem(504, "deadline", text, "deadline_s", NO_RETRY))
 
     def _forget_old(self) -> None:
-        """Drop jobs that ended long ago, and the oldest of too many."""
-        ended, now = [job for job in self._jobs.values() if job.ended is not None], time.time()
-        for index, job in enumerate(ended):
-            if len(ended) - index > MOST_ENDED or (job.ended or now) + self._keep_s < now:
-                del self._jobs[job.id]
+        """Drop jobs that ended long ago, and those that ended first of too many."""
+        oldest = time.time() - self._keep_s
+        while (job := next(iter(self._ended.values()), None)) is not None:
+            if len(self._ended) <= MOST_ENDED and (job.ended or oldest) >= oldest:
+                return
+            del self._ended[job.id]
 
 
 def _too_many(code: str, text: str, after_s: float) -> ProblemError:

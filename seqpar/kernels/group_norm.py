@@ -62,16 +62,10 @@ def combine(parts_PNG3: Tensor) -> Tensor:
     return (launch_combine if fused(parts_PNG3) else reference_combine)(parts_PNG3)
 
 
-def normalise(
-    x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False, out_NC: Tensor | None = None
-) -> Tensor:
-    """Return x, (N, C, ...), normalised by its groups' moments, then by SiLU if `silu`, in x's dtype.
-
-    The result has x's memory format, or is `out_NC`: it may be a part of a larger tensor of the same format, as the
-    rows between the halo of a convolution's input, and must not overlap x.
-    """
+def normalise(x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False) -> Tensor:
+    """Return x, (N, C, ...), normalised by its groups' moments, then by SiLU if `silu`, in x's dtype and format."""
     tensors = x_NC, moments_NG3, affine.weight_C, affine.bias_C, affine.shift_C
-    return (launch_normalise if fused(*tensors) else reference_normalise)(x_NC, moments_NG3, affine, silu, out_NC)
+    return (launch_normalise if fused(*tensors) else reference_normalise)(x_NC, moments_NG3, affine, silu)
 
 
 def reference_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
@@ -93,9 +87,7 @@ def reference_combine(parts_PNG3: Tensor) -> Tensor:
     return torch.stack((total, middle, (squares + count * (mean - middle).square()).sum(0)), -1)
 
 
-def reference_normalise(
-    x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False, out_NC: Tensor | None = None
-) -> Tensor:
+def reference_normalise(x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False) -> Tensor:
     count, mean, squares = moments_NG3.unbind(-1)
     samples, groups = count.shape
     wide = _shifted(x_NC, affine.shift_C).reshape(samples, groups, -1) - mean[..., None]
@@ -103,7 +95,7 @@ def reference_normalise(
     each = (-1, *[1] * (x_NC.dim() - 2))
     wide = wide if affine.weight_C is None else wide * affine.weight_C.to(wide.dtype).view(each)
     wide = wide if affine.bias_C is None else wide + affine.bias_C.to(wide.dtype).view(each)
-    return (torch.empty_like(x_NC) if out_NC is None else out_NC).copy_(F.silu(wide) if silu else wide)
+    return torch.empty_like(x_NC).copy_(F.silu(wide) if silu else wide)
 
 
 def places_last(x_NC: Tensor) -> bool | None:
@@ -117,26 +109,6 @@ def dense(x_NC: Tensor) -> tuple[Tensor, bool]:
     """Return x, or a contiguous copy if its memory has gaps or another order, and whether its places come last."""
     last = places_last(x_NC)
     return (x_NC.contiguous(), True) if last is None else (x_NC, last)
-
-
-def runs(x_NC: Tensor) -> tuple[int, int, int, int]:
-    """Return the number and the length of a tensor's runs of places, (N, C, ...), as memory holds them.
-
-    Then the strides of runs and of neighbouring places in a run. ValueError if strides allow no two levels of places.
-    """
-    levels: list[list[int]] = []  # from the innermost: length and stride
-    for size, stride in zip(reversed(x_NC.shape[2:]), reversed(x_NC.stride()[2:]), strict=True):
-        if levels and (size == 1 or stride == levels[-1][0] * levels[-1][1]):
-            levels[-1][0] *= size
-        elif levels and levels[-1][0] == 1:
-            levels[-1] = [size, stride]
-        else:
-            levels.append([size, stride])
-    if len(levels) > 2:
-        shape, steps = tuple(x_NC.shape), x_NC.stride()
-        raise ValueError(f"got an output {shape} of strides {steps}, expected gaps along one dim of its places")
-    (length, place), (number, run) = (*levels, [1, 0])[:2]
-    return number, length, run, place
 
 
 def launch_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
@@ -175,38 +147,31 @@ def launch_combine(parts_PNG3: Tensor) -> Tensor:
     return out
 
 
-def launch_normalise(
-    x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False, out_NC: Tensor | None = None
-) -> Tensor:
+def launch_normalise(x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False) -> Tensor:
     x_NC, last = dense(x_NC)
-    out = torch.empty_like(x_NC) if out_NC is None else out_NC
+    out = torch.empty_like(x_NC)
     (samples, channels), groups = x_NC.shape[:2], moments_NG3.shape[1]
     _divides(channels, groups)
     _fits_shift(last, affine.shift_C)
-    if out.shape != x_NC.shape or out.dtype != x_NC.dtype or moments_NG3.shape != (samples, groups, 3):
-        shape = f"{tuple(out.shape)}, {out.dtype} and moments {tuple(moments_NG3.shape)}"
-        raise ValueError(f"got an output {shape}, expected {tuple(x_NC.shape)}, {x_NC.dtype} and (N, G, 3)")
+    if moments_NG3.shape != (samples, groups, 3):
+        raise ValueError(f"got moments {tuple(moments_NG3.shape)}, expected ({samples}, G, 3)")
     if not out.numel():
         return out
-    (number, length, run, place), (sample, channel) = runs(out), out.stride()[:2]
-    if (place if last else channel) != 1 and (length > 1 or not last):
-        raise ValueError(f"got an output of strides {out.stride()}, expected the memory format of {x_NC.stride()}")
+    length = out.numel() // (samples * channels)
     tensors = x_NC, moments_NG3.contiguous(), affine.weight_C, affine.bias_C, out, affine.eps
     constants: dict[str, Any] = {"EACH": channels // groups, "SILU": silu, "MACHINE": compiled(pixels_kernel)}
     constants["enable_fp_fusion"] = True
     if last:
         block = min(4096, max(128, triton.next_power_of_2(length)))
-        blocks, strides = triton.cdiv(length, block), (sample, channel, run)
-        grid = (samples * channels * number * blocks,)
+        blocks = triton.cdiv(length, block)
         constants |= {"BLOCK": block, "num_warps": max(1, block // 1024)}
-        planes_kernel[grid](*tensors, channels, number, length, blocks, *strides, **constants)
+        planes_kernel[(samples * channels * blocks,)](*tensors, channels, length, blocks, **constants)
     else:
         width = triton.next_power_of_2(channels)
         rows, tiles = max(1, 4096 // width), 4
-        blocks, strides = triton.cdiv(length, rows * tiles), (sample, run, place)
+        blocks = triton.cdiv(length, rows * tiles)
         constants |= {"C": channels, "WIDTH": width, "ROWS": rows, "TILES": tiles, "num_warps": 4}
-        sizes = number, length, blocks
-        pixels_kernel[(samples * number * blocks,)](*tensors, affine.shift_C, *sizes, *strides, **constants)
+        pixels_kernel[(samples * blocks,)](*tensors, affine.shift_C, length, blocks, **constants)
     return out
 
 
@@ -341,12 +306,8 @@ def planes_kernel(
     out,
     eps,
     channels,
-    runs,
     length,
     blocks,
-    out_sample,
-    out_channel,
-    out_run,
     EACH: tl.constexpr,
     SILU: tl.constexpr,
     MACHINE: tl.constexpr,
@@ -354,9 +315,8 @@ def planes_kernel(
 ):
     # contiguous memory: a program normalises a block of places of one channel
     row, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK
-    plane, run = row // runs, row % runs
-    sample, channel = plane // channels, plane % channels
-    moments += plane // EACH * 3
+    channel = row % channels
+    moments += row // EACH * 3
     mean = tl.load(moments + 1)
     scale = tl.rsqrt(tl.load(moments + 2) / tl.load(moments) + eps)
     shift = 0.0
@@ -365,13 +325,12 @@ def planes_kernel(
     if bias is not None:
         shift = tl.load(bias + channel).to(tl.float32)
     place = first + tl.arange(0, BLOCK)
-    at = x + row.to(tl.int64) * length
-    value = tl.load(at + place, place < length, 0.0, eviction_policy="evict_first").to(tl.float32)
+    at = row.to(tl.int64) * length + place
+    value = tl.load(x + at, place < length, 0.0, eviction_policy="evict_first").to(tl.float32)
     value = (value - mean) * scale + shift
     if SILU:
         value = activated(value, MACHINE)
-    at = out + sample.to(tl.int64) * out_sample + channel.to(tl.int64) * out_channel + run.to(tl.int64) * out_run
-    tl.store(at + place, value.to(out.dtype.element_ty), place < length)
+    tl.store(out + at, value.to(out.dtype.element_ty), place < length)
 
 
 @jit
@@ -383,12 +342,8 @@ def pixels_kernel(
     out,
     eps,
     shift,
-    runs,
     length,
     blocks,
-    out_sample,
-    out_run,
-    out_place,
     EACH: tl.constexpr,
     SILU: tl.constexpr,
     MACHINE: tl.constexpr,
@@ -398,8 +353,7 @@ def pixels_kernel(
     TILES: tl.constexpr,
 ):
     # channels-last memory: a program normalises all channels of some places
-    row, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * (ROWS * TILES)
-    sample, run = row // runs, row % runs
+    sample, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * (ROWS * TILES)
     channel = tl.arange(0, WIDTH)
     real = channel < C
     moments += (sample * (C // EACH) + channel // EACH) * 3
@@ -411,18 +365,20 @@ def pixels_kernel(
     if weight is not None:
         scale *= tl.load(weight + channel, real, 0.0).to(tl.float32)
     scale = scale[None, :]
-    x += (row.to(tl.int64) * length + first) * C
-    out += sample.to(tl.int64) * out_sample + run.to(tl.int64) * out_run + first.to(tl.int64) * out_place
+    start = (sample.to(tl.int64) * length + first) * C
+    x += start
+    out += start
     for tile in range(TILES):
         place = (tile * ROWS + tl.arange(0, ROWS))[:, None]
         inside = (first + place < length) & real[None, :]
-        value = tl.load(x + place * C + channel[None, :], inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+        at = place * C + channel[None, :]
+        value = tl.load(x + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
         value = (value - mean) * scale
         if bias is not None:
             value += tl.load(bias + channel, real, 0.0).to(tl.float32)[None, :]
         if SILU:
             value = activated(value, MACHINE)
-        tl.store(out + place * out_place + channel[None, :], value.to(out.dtype.element_ty), inside)
+        tl.store(out + at, value.to(out.dtype.element_ty), inside)
 
 
 @jit

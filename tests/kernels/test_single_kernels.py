@@ -21,7 +21,6 @@ from tests.kernels.test_kernels import (
     error,
     exact_gelu,
     gelu,
-    grouped,
     modulated,
     modulation,
     of_groups,
@@ -75,12 +74,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "residual": (lambda: images.launch_sum((turned(IMAGE), None), (IMAGE, None)), "in channels-last memory"),
     "groups": (lambda: group_norm.launch_moments(IMAGE, 5), "got 24 channels and 5 groups"),
     "group_norm, shift": (lambda: group_norm.launch_moments(IMAGE, 4, E), "expected channels-last memory"),
-    "group_norm, format": (
-        lambda: group_norm.launch_normalise(
-            *(turned(IMAGE), group_norm.launch_moments(IMAGE, 4), group_norm.Affine(E, E), False, IMAGE)
-        ),
-        "memory format",
-    ),
     "group_norm, moments": (
         lambda: group_norm.launch_normalise(IMAGE, X, group_norm.Affine(E, E)),
         r"moments \(2, 3, 24\)",
@@ -183,29 +176,6 @@ def test_tiles_of_activations_change_no_bits(
     assert torch.equal(activations.launch_swiglu(packed), want[0])
     assert torch.equal(activations.launch_gelu(x, bias), want[1])
     assert torch.equal(activations.launch_gelu(x[:1, :1], bias), want[1][:1, :1])
-
-
-@pytest.mark.parametrize("last", [True, False], ids=["contiguous", "channels-last"])
-@pytest.mark.parametrize("dim", [2, 3, 4])
-def test_a_norm_between_the_rows_of_neighbours_has_the_same_bits(last: bool, dim: int) -> None:
-    """The rows, columns or frames around it keep their values; a tensor with gaps along two dims is refused."""
-    case = {"shape": (2, 12, 3, 5, 7), "groups": 2, "last": last, "silu": False}
-    x, groups, affine, _ = grouped(case, torch.float16)
-    moments = group_norm.launch_moments(x, groups)
-    want = group_norm.launch_normalise(x, moments, affine)
-    shape = list(x.shape)
-    shape[dim] += 3
-    for normalise in (group_norm.launch_normalise, group_norm.reference_normalise):
-        wide = turned(torch.full(shape, 7.0, dtype=x.dtype, device=DEVICE), last)
-        inside = wide.narrow(dim, 1, x.shape[dim])
-        assert normalise(x, moments, affine, False, inside) is inside
-        torch.testing.assert_close(inside, want, rtol=2e-3, atol=2e-3)
-        assert bool((wide.narrow(dim, 0, 1) == 7.0).all())
-        assert bool((wide.narrow(dim, x.shape[dim] + 1, 2) == 7.0).all())
-        assert normalise is group_norm.reference_normalise or torch.equal(inside, want)
-    gaps = turned(torch.zeros(2, 12, 4, 7, 9, dtype=x.dtype, device=DEVICE), last)[:, :, 1:, 1:6, 1:8]
-    with pytest.raises(ValueError, match="expected gaps along one dim"):
-        group_norm.launch_normalise(x, moments, affine, False, gaps)
 
 
 def test_moments_of_no_places_count_nothing_and_memory_in_another_order_is_copied() -> None:

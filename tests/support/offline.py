@@ -308,12 +308,9 @@ def memory(x: Tensor, last: bool) -> Tensor:
 
 
 def group_normed(channels: int, last: bool) -> Launch:
-    """Return GroupNorm into rows between a halo."""
-    x, halo = (memory(rows(1, channels, high, 64), last) for high in (64, 66))
+    x = memory(rows(1, channels, 64, 64), last)
     affine = group_norm.Affine(rows(channels), rows(channels), shift_C=None if last else rows(channels))
-    return lambda: group_norm.launch_normalise(
-        x, group_norm.launch_moments(x, 32, affine.shift_C), affine, True, halo[:, :, 1:-1]
-    )
+    return lambda: group_norm.launch_normalise(x, group_norm.launch_moments(x, 32, affine.shift_C), affine, True)
 
 
 def doubled(channels: int, last: bool) -> Launch:

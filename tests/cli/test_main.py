@@ -55,6 +55,12 @@ def test_every_command_that_help_lists_exists(
     assert f"usage: seqpar {name} " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("module", ["seqpar", "seqpar.cli"])
+def test_the_package_is_the_command(module: str) -> None:
+    words = [sys.executable, "-m", module, "--version"]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == f"seqpar {__version__}\n"
+
+
 def test_help_imports_nothing_that_takes_long() -> None:
     code = f"""
 import subprocess

@@ -68,8 +68,7 @@ def convert(
     "fp8" copies a folder of diffusers with its transformers' weights in 8 bits (`seqpar.loading.scaled`). Raises
     ValueError before anything is written if the source is no checkpoint of a format that this reads.
     """
-    if target.exists():
-        raise ValueError(f"target {target} exists; remove it or choose another")
+    _check_new(target)
     if not source.exists():
         raise ValueError(f"{source} not found")
     if precision is not None:
@@ -95,14 +94,22 @@ def convert(
                     shutil.copyfile(file, unfinished / folder / file.name)
 
 
+def _check_new(target: Path) -> None:
+    if target.exists():
+        raise ValueError(f"target {target} exists; remove it or choose another")
+
+
 @contextmanager
 def _becoming(target: Path) -> Iterator[Path]:
     # a folder that becomes the target when all is written, and is removed if it is not
     unfinished = target.with_name(target.name + ".part")
-    if unfinished.exists():
-        raise ValueError(f"got {unfinished}, of another conversion, which may still run; remove it if none does")
-    unfinished.mkdir(parents=True)
     try:
+        unfinished.mkdir(parents=True)  # which one of several conversions can do
+    except FileExistsError:
+        what = f"got {unfinished}, of another conversion, which may still run; remove it if none does"
+        raise ValueError(what) from None
+    try:
+        _check_new(target)  # another conversion may have ended since the first check
         yield unfinished
         unfinished.rename(target)
     finally:

@@ -24,7 +24,7 @@ from seqpar import DistributedDiT
 from seqpar.cli.args import Args
 from seqpar.cli.main import command
 from seqpar.cli.sample import run
-from seqpar.convert import export
+from seqpar.convert import export, folder
 from seqpar.convert.export import uncombined
 from seqpar.convert.folder import CLIP
 from seqpar.loop.models.large_dit import Config
@@ -219,6 +219,29 @@ def test_another_conversion_to_the_same_folder_is_left_alone(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="of another conversion, which may still run"):
         command(["convert", str(tmp_path / "dit.pt"), str(tmp_path / "new"), "--heads", "4"])
     assert (tmp_path / "new.part").is_dir()
+
+
+def test_two_conversions_at_once_write_one_folder_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(original_state_dict(dit()), tmp_path / "dit.pt")
+    words = ["convert", str(tmp_path / "dit.pt"), str(tmp_path / "new"), "--heads", "4"]
+    single = folder._single
+
+    def other_first(*args: Any) -> Any:  # a whole conversion, while this one reads its source
+        monkeypatch.setattr(folder, "_single", single)
+        command(words)
+        return single(*args)
+
+    monkeypatch.setattr(folder, "_single", other_first)
+    with pytest.raises(ValueError, match="new exists; remove it or choose another"):
+        command(words)
+    assert not (tmp_path / "new.part").exists()
+    assert loaded(tmp_path / "new")
+
+    shutil.rmtree(tmp_path / "new")
+    monkeypatch.setattr(Path, "exists", lambda path: path.name == "dit.pt")  # what a moment before was true
+    (tmp_path / "new.part").mkdir()
+    with pytest.raises(ValueError, match="of another conversion, which may still run"):
+        command(words)
 
 
 def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

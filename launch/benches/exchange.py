@@ -23,7 +23,7 @@ from torch import Tensor
 import seqpar.transports
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from launch.benches.timing import elapsed, graphed, rand
-from seqpar.kernels.prepare import prepare_into
+from seqpar.attention._streams import into as into_outboxes
 from seqpar.kernels.push import push
 from seqpar.mesh.mesh import Axis, Mesh, default_dtype
 from seqpar.planner.plan import choose_transport, load_transport
@@ -123,7 +123,7 @@ def ours(move: str, transport: Transport, axis: Axis, layout: HeadLayout) -> Mov
         return lambda: back.deliver(push(out, back.outboxes(), back.flags))
     into = transport._heads(axis, layout)[0] if move == "ulysses in" else transport.key_values(axis, layout)
     q, k, v = _inputs(layout, 3, mine, layout.heads)
-    return lambda: into.deliver(prepare_into(q, k, v, Prepare(), into.outboxes(), into.flags))
+    return lambda: into.deliver(into_outboxes(q, k, v, Prepare(), into.outboxes(), into.flags))
 
 
 def bare(move: str, axis: Axis, layout: HeadLayout) -> Move:

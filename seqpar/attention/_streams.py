@@ -10,9 +10,12 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from seqpar.kernels import prepare as wide_kernel
+from seqpar.kernels import prepare8 as kernel8
 from seqpar.kernels.flags import Flags
-from seqpar.kernels.prepare import prepare, prepare_into
-from seqpar.kernels.prepare8 import E4M3, prepare8, prepare8_into
+from seqpar.kernels.prepare import prepare
+from seqpar.kernels.prepare8 import prepare8
+from seqpar.kernels.rows8 import E4M3
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.shard import JointShard, Tokens
 from seqpar.transports import collective
@@ -105,8 +108,18 @@ def into(
     boxes: Outboxes,
     flags: Flags | None = None,
 ) -> bool:
-    """Write q, k and v of a stream into outboxes, as `prepare_into` or, in 8 bits, `prepare8_into` does."""
-    return (prepare_into if how.eight is None else prepare8_into)(q_BlHD, k_BlGD, v_BlGD, how, boxes, flags)
+    """Write q and k after norm and rotary, and v, into every outbox, in 8 bits if `how` says so.
+
+    Inputs that are None are skipped; their outbox regions are not written. Returns whether the kernel has also raised
+    these flags and waited for those of the other ranks.
+    """
+    kernel = wide_kernel if how.eight is None else kernel8
+    tensors = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
+    if not kernel.takes(*tensors, how=how) or not tensors[0].numel():
+        kernel.reference_into(q_BlHD, k_BlGD, v_BlGD, how, boxes)
+        return False
+    kernel.launch_into(q_BlHD, k_BlGD, v_BlGD, how, boxes, flags)
+    return flags is not None
 
 
 def split_out(out_BlHD: Tensor, streams: Sequence[Stream]) -> tuple[Tensor, ...]:

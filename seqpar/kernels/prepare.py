@@ -21,7 +21,7 @@ from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.kernels.flags import Flags, last_meets, meeting
-from seqpar.types.outboxes import Outbox, Outboxes, Places
+from seqpar.types.outboxes import Outboxes, Places
 from seqpar.types.protocols import Prepare, state_dtype
 
 CASES = (
@@ -47,39 +47,14 @@ def prepare(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tenso
     """Return q and k after norm and rotary, with the same shapes and dtype; computed in fp32 (fp64 for fp64)."""
     if how.is_identity:
         return q_BlHD, k_BlGD
-    return (launch if _takes(q_BlHD, k_BlGD, how=how) else reference)(q_BlHD, k_BlGD, how)
+    return (launch if takes(q_BlHD, k_BlGD, how=how) else reference)(q_BlHD, k_BlGD, how)
 
 
 def prepare_one(x_BlHD: Tensor, how: Prepare) -> Tensor:
     """Return x as `prepare` returns q, where q and k are different tokens, as in attention of one stream to another."""
     if how.is_identity:
         return x_BlHD
-    return launch_one(x_BlHD, how) if _takes(x_BlHD, how=how) else _prepared(x_BlHD, how, how.q_weight, how.q_bias)
-
-
-def prepare_into(
-    q_BlHD: Tensor | None,
-    k_BlGD: Tensor | None,
-    v_BlGD: Tensor | None,
-    how: Prepare,
-    outboxes: Sequence[Outbox],
-    flags: Flags | None = None,
-) -> bool:
-    """Write q and k after norm and rotary, and v, into every outbox: each reader gets its heads of this rank's tokens.
-
-    Inputs that are None are skipped; their outbox regions are not written. Outboxes are token-major. Pass the same
-    `Outboxes`, or the same part of their `split`, at every call: they keep the table that the kernel needs. Returns
-    whether the kernel has also raised these flags and waited for those of the other ranks.
-    """
-    tensors = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
-    if not tensors:
-        raise ValueError("got nothing to write, expected at least one of q, k and v")
-    if not _takes(*tensors, how=how) or not tensors[0].numel():
-        reference_into(q_BlHD, k_BlGD, v_BlGD, how, outboxes)
-        return False
-    boxes = outboxes if isinstance(outboxes, Outboxes) else Outboxes(outboxes)
-    launch_into(q_BlHD, k_BlGD, v_BlGD, how, boxes, flags)
-    return flags is not None
+    return launch_one(x_BlHD, how) if takes(x_BlHD, how=how) else _prepared(x_BlHD, how, how.q_weight, how.q_bias)
 
 
 def reference(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
@@ -87,12 +62,17 @@ def reference(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Ten
 
 
 def reference_into(
-    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox]
+    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Outboxes
 ) -> None:
+    """Write q and k after norm and rotary, and v, into the outboxes; see `launch_into`."""
     q = None if q_BlHD is None else _prepared(q_BlHD, how, how.q_weight, how.q_bias)
     k = None if k_BlGD is None else _prepared(k_BlGD, how, how.k_weight, how.k_bias)
+    copy_into(q, k, v_BlGD, outboxes)
+
+
+def copy_into(q: Tensor | None, k: Tensor | None, v: Tensor | None, outboxes: Outboxes) -> None:
     for box in outboxes:
-        for x, view, heads in ((q, box.q, box.heads), (k, box.k, box.kv_heads), (v_BlGD, box.v, box.kv_heads)):
+        for x, view, heads in ((q, box.q, box.heads), (k, box.k, box.kv_heads), (v, box.v, box.kv_heads)):
             if x is not None and view is not None:
                 view.copy_(x[:, :, heads].transpose(0, 1))
 
@@ -128,10 +108,15 @@ def launch_into(
     outboxes: Outboxes,
     flags: Flags | None = None,
 ) -> None:
+    """Run the kernel: each reader gets its heads of this rank's tokens, for inputs that are not None.
+
+    Outboxes are token-major. Pass the same ones, or the same part of their `split`, at every call: they keep the table
+    that the kernel needs. flags: which the kernel raises, and waits for those of the other ranks.
+    """
     _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, meeting(flags))
 
 
-def _takes(*inputs: Tensor, how: Prepare) -> bool:
+def takes(*inputs: Tensor, how: Prepare) -> bool:
     return fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
 
 
@@ -143,7 +128,6 @@ def _run(
     into: Places | tuple[Tensor, Tensor | None],
     met: tuple[Any, ...] = NOBODY,
 ) -> None:
-    contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
     inputs = [x for x in (q, k, v) if x is not None]
     like, (batch, tokens, _, dim) = inputs[0], inputs[0].shape
     heads, groups = (1 if x is None else x.shape[2] for x in (q, v if k is None else k))
@@ -156,12 +140,7 @@ def _run(
         dtypes = {x.dtype for x in inputs}
     if len(dtypes) > 1:
         raise ValueError(f"got {', '.join(sorted(map(str, dtypes)))}, expected q, k, v and outboxes of one dtype")
-    strides = [step for x in (q, k, v) for step in ((0, 0, 0) if x is None else x.stride()[:3])]
-    norms = () if how.norm == "none" else (how.q_weight, how.q_bias, how.k_weight, how.k_bias)
-    rotary, rows, each = "none", (0, 0, 0, 0), False
-    if how.cos_lD2 is not None and how.sin_lD2 is not None:
-        rotary, each = "pairs" if how.interleaved else "halves", how.cos_lD2.dim() == 4
-        rows = (*row_strides(how.cos_lD2, q, k), *row_strides(how.sin_lD2, q, k))
+    strides, norms, kinds = operands(q, k, v, how)
     # k has the same tile with or without q and v, because another number of warps would round its sums differently
     warps, early = tile(max(heads, groups, shape[2]), dim)
     padded, read = triton.next_power_of_2(max(dim, 2)), alignment(inputs, norms, how, dim)
@@ -172,14 +151,27 @@ def _run(
             *(norms or (None,) * 4),
             *(how.cos_lD2, how.sin_lD2, tokens, shape[2]),
             *strides,
-            *rows,
             how.eps,
             *(heads, groups, triton.next_power_of_2(heads), triton.next_power_of_2(groups), len(inputs)),
-            (how.norm, how.per_head, rotary, each, dim, padded, shape[1], read, write, early, turned(how, dim)),
+            (*kinds, dim, padded, shape[1], read, write, early, turned(how, dim)),
             *met,
             num_warps=warps,
             enable_fp_fusion=True,
         )
+
+
+def operands(
+    q: Tensor | None, k: Tensor | None, v: Tensor | None, how: Prepare
+) -> tuple[list[int], tuple[Tensor | None, ...], tuple[str, bool, str, bool]]:
+    """Return the strides of inputs and rotary rows, the weights of norms, and the first four constants of `_move`."""
+    contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
+    strides = [step for x in (q, k, v) for step in ((0, 0, 0) if x is None else x.stride()[:3])]
+    norms = () if how.norm == "none" else (how.q_weight, how.q_bias, how.k_weight, how.k_bias)
+    if how.cos_lD2 is None or how.sin_lD2 is None:
+        return [*strides, 0, 0, 0, 0], norms, (how.norm, how.per_head, "none", False)
+    rows = (*row_strides(how.cos_lD2, q, k), *row_strides(how.sin_lD2, q, k))
+    rotary = "pairs" if how.interleaved else "halves"
+    return [*strides, *rows], norms, (how.norm, how.per_head, rotary, how.cos_lD2.dim() == 4)
 
 
 def row_strides(rows_lD2: Tensor, *inputs: Tensor | None) -> tuple[int, int]:

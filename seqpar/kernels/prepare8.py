@@ -12,7 +12,6 @@ Source: rotation by Hadamard matrices (QuaRot, arXiv 2404.00456).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 from typing import Any
@@ -20,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
+from seqpar.kernels._triton import fused, jit, tl, triton
 from seqpar.kernels.flags import Flags, last_meets, meeting
-from seqpar.kernels.prepare import alignment, mean_of, prepare_one, read_heads, rotary_row, row_strides, turned
+from seqpar.kernels.prepare import alignment, copy_into, mean_of, operands, prepare_one, read_heads, rotary_row, turned
 from seqpar.kernels.rows8 import E4M3, LARGEST
-from seqpar.types.outboxes import Outbox, Outboxes, Places
+from seqpar.types.outboxes import Outboxes, Places
 from seqpar.types.protocols import Prepare, Qkv8, state_dtype
 
 CASES = (
@@ -55,7 +54,7 @@ def rotated(x: Tensor) -> Tensor:
 
 def prepare8(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v in e4m3, with the same shapes, in new contiguous tensors."""
-    if _takes(q_BlHD, k_BlGD, v_BlGD, how=how):
+    if takes(q_BlHD, k_BlGD, v_BlGD, how=how):
         return launch(q_BlHD, k_BlGD, v_BlGD, how)
     q, k, v = reference(q_BlHD, k_BlGD, v_BlGD, how)
     assert q is not None
@@ -64,31 +63,12 @@ def prepare8(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare) -> tu
     return q, k, v
 
 
-def prepare8_into(
-    q_BlHD: Tensor | None,
-    k_BlGD: Tensor | None,
-    v_BlGD: Tensor | None,
-    how: Prepare,
-    outboxes: Sequence[Outbox],
-    flags: Flags | None = None,
-) -> bool:
-    """Write q, k and v into outboxes of e4m3, as `seqpar.kernels.prepare.prepare_into` writes them in their dtype."""
-    tensors = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
-    if not tensors:
-        raise ValueError("got nothing to write, expected at least one of q, k and v")
-    if not _takes(*tensors, how=how) or not tensors[0].numel():
-        reference_into(q_BlHD, k_BlGD, v_BlGD, how, outboxes)
-        return False
-    boxes = outboxes if isinstance(outboxes, Outboxes) else Outboxes(outboxes)
-    launch_into(q_BlHD, k_BlGD, v_BlGD, how, boxes, flags)
-    return flags is not None
-
-
 def reference(
     q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute `prepare8` in plain torch; what is None stays None."""
-    eight = _eight_of(how)
+    eight = how.eight
+    assert eight is not None
     wide, of_k = replace(how, eight=None), replace(how, eight=None, q_weight=how.k_weight, q_bias=how.k_bias)
     q = k = v = None
     if q_BlHD is not None:
@@ -104,13 +84,9 @@ def reference(
 
 
 def reference_into(
-    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox]
+    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Outboxes
 ) -> None:
-    q, k, v = reference(q_BlHD, k_BlGD, v_BlGD, how)
-    for box in outboxes:
-        for x, view, heads in ((q, box.q, box.heads), (k, box.k, box.kv_heads), (v, box.v, box.kv_heads)):
-            if x is not None and view is not None:
-                view.copy_(x[:, :, heads].transpose(0, 1))
+    copy_into(*reference(q_BlHD, k_BlGD, v_BlGD, how), outboxes)
 
 
 def restored(out_BlHD: Tensor, eight: Qkv8, dtype: torch.dtype) -> Tensor:
@@ -146,12 +122,6 @@ def warps(numbers: int) -> int:
     return min(16, max(4, numbers // 1024))
 
 
-def _eight_of(how: Prepare) -> Qkv8:
-    if how.eight is None:
-        raise ValueError("got a preparation without eight, expected one for attention in 8 bits")
-    return how.eight
-
-
 def _wide(x: Tensor) -> Tensor:
     return x.to(state_dtype(x.dtype))
 
@@ -160,7 +130,7 @@ def _rounded(x: Tensor) -> Tensor:
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
-def _takes(*inputs: Tensor, how: Prepare) -> bool:
+def takes(*inputs: Tensor, how: Prepare) -> bool:
     whole = turned(how, inputs[0].shape[-1]) == inputs[0].shape[-1] // 2  # of each head has a rotary embedding
     return whole and fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
 
@@ -173,10 +143,10 @@ def _run(
     into: Places | tuple[Tensor, Tensor, Tensor],
     met: tuple[Any, ...] = NOBODY,
 ) -> None:
-    eight = _eight_of(how)
+    eight = how.eight
+    assert eight is not None
     if len({x.shape[1] for x in (q, k, v) if x is not None}) > 1:
         raise ValueError("got q, k and v of different numbers of tokens, expected one")
-    contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
     inputs = [x for x in (q, k, v) if x is not None]
     batch, tokens, _, dim = inputs[0].shape
     groups = len(eight.k_scale_G)
@@ -191,15 +161,10 @@ def _run(
         raise ValueError(
             f"got outboxes of {dtypes}, q, k, v of {[x.dtype for x in inputs]}, expected e4m3 and one dtype"
         )
-    strides = [step for x in (q, k, v) for step in ((0, 0, 0) if x is None else x.stride()[:3])]
-    norms = () if how.norm == "none" else (how.q_weight, how.q_bias, how.k_weight, how.k_bias)
-    rotary, rows, each = "none", (0, 0, 0, 0), False
-    if how.cos_lD2 is not None and how.sin_lD2 is not None:
-        rotary, each = "pairs" if how.interleaved else "halves", how.cos_lD2.dim() == 4
-        rows = (*row_strides(how.cos_lD2, q, k), *row_strides(how.sin_lD2, q, k))
+    strides, norms, kinds = operands(q, k, v, how)
     # the tile is the same for every part, because another one would round its sums differently
     padded, most, block = triton.next_power_of_2(dim), triton.next_power_of_2(max(heads, groups)), block_of(dim)
-    shapes = (how.norm, how.per_head, rotary, each, dim, padded, (padded // 2).bit_length() - 1, block, shape[1])
+    shapes = (*kinds, dim, padded, (padded // 2).bit_length() - 1, block, shape[1])
     if batch * tokens:
         prepare8_kernel[(batch * tokens * len(inputs),)](
             *(q, k, v, *outs, table),
@@ -207,7 +172,6 @@ def _run(
             *(norms or (None,) * 4),
             *(how.cos_lD2, how.sin_lD2, tokens, shape[2]),
             *strides,
-            *rows,
             how.eps,
             block**-0.5,
             *(heads, groups, most, len(inputs)),

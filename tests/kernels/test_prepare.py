@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqpar.attention._streams import into as into_outboxes
 from seqpar.kernels import prepare as module
 from seqpar.kernels.prepare import (
     CASES,
@@ -22,7 +23,6 @@ from seqpar.kernels.prepare import (
     launch_into,
     launch_one,
     prepare,
-    prepare_into,
     prepare_one,
     reference,
     reference_into,
@@ -221,8 +221,6 @@ def test_places_are_the_addresses_of_the_views_and_know_how_narrow_stores_must_b
 def test_arguments_that_do_not_fit_are_refused() -> None:
     case = SMALL[0]
     q, k, v = project(case, HALF)
-    with pytest.raises(ValueError, match="got nothing to write"):
-        prepare_into(None, None, None, Prepare(), boxes(case, HALF))
     with pytest.raises(ValueError, match="expected q, k, v and outboxes of one dtype"):
         launch_into(q, k, v, Prepare(), boxes(case, torch.float32))
     with pytest.raises(ValueError, match="must have one dtype"):
@@ -382,11 +380,9 @@ def test_public_functions_launch_the_kernel_unless_gradients_are_asked_for() -> 
     how = preparation(case, "rms per head", "halves", dtype)
     for got, want in zip(prepare(q, k, how), launch(q, k, how), strict=True):
         assert torch.equal(got, want)
-    once, listed = boxes(case, dtype), boxes(case, dtype)
-    prepare_into(q, k, v, how, once)
-    prepare_into(q, k, v, how, list(listed))
-    for (_, view, _), (_, other, _) in zip(written(once), written(listed), strict=True):
-        assert torch.equal(view, other)
+    into = boxes(case, dtype)
+    into_outboxes(q, k, v, how, into)
+    assert holds(into, *launch(q, k, how), v)
     assert prepare(q.clone().requires_grad_(), k, how)[0].requires_grad
 
 
@@ -395,10 +391,10 @@ def test_a_captured_call_replays_on_new_inputs() -> None:
     case, dtype = CASES[0], torch.bfloat16
     q, k, v = project(case, dtype)
     how, outboxes = preparation(case, "layer", "pairs", dtype), boxes(case, dtype)
-    prepare_into(q, k, v, how, outboxes)  # compiles, and makes the table
+    into_outboxes(q, k, v, how, outboxes)  # compiles, and makes the table
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        prepare_into(q, k, v, how, outboxes)
+        into_outboxes(q, k, v, how, outboxes)
     for x in (q, k, v):
         x.neg_()
     graph.replay()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqpar.attention._streams import into as into_outboxes
 from seqpar.kernels import flags, prepare, push
 from seqpar.mesh.inputs import collect_on_axis
 from seqpar.mesh.mesh import Axis
@@ -96,16 +97,16 @@ class Exchange:
             self.made.outbox().copy_(q.transpose(0, 1))
         elif self._kind == "overlap":  # k is sent before v exists, and both before q exists
             boxes = self.made.outboxes()
-            prepare.prepare_into(None, k, None, Prepare(), boxes)
+            into_outboxes(None, k, None, Prepare(), boxes)
             self.made.start_keys()
             self._pause()
-            prepare.prepare_into(None, None, v, Prepare(), boxes)
+            into_outboxes(None, None, v, Prepare(), boxes)
             self.made.start_values()
             self._pause()
-            prepare.prepare_into(q, None, None, Prepare(), boxes)
+            into_outboxes(q, None, None, Prepare(), boxes)
         elif self._kind != "halo":
             first = self.made[0] if self._kind == "heads" else self.made
-            self._met = prepare.prepare_into(q, k, v, Prepare(), first.outboxes(), None if starts else first.flags)
+            self._met = into_outboxes(q, k, v, Prepare(), first.outboxes(), None if starts else first.flags)
             if starts:
                 first.start()
 
@@ -325,12 +326,12 @@ def mistaken(rank: int, world: int, device: torch.device) -> dict[str, bool]:
     used = Exchange(transport, "overlap", axis, device)
     exchange, (_, k, v) = used.made.made, payload(CASES[1], 3, device)
     boxes = exchange.outboxes()
-    prepare.prepare_into(None, k[:, used._mine], None, Prepare(), boxes)
+    into_outboxes(None, k[:, used._mine], None, Prepare(), boxes)
     exchange.start_keys()
     with exchange._aside.begun():
         exchange.arrived.tell()
     time.sleep(0.3 * rank)
-    prepare.prepare_into(None, None, v[:, used._mine], Prepare(), boxes)
+    into_outboxes(None, None, v[:, used._mine], Prepare(), boxes)
     with exchange._aside.begun():
         exchange._spread(1)
     got = exchange.deliver()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,6 @@ import torch
 from seqpar.cli.exits import STARTER, Kind, Report, Reports, of_rank
 from seqpar.cli.signals import REPORTS, SIGNALS
 from seqpar.mesh.processes import MEETING
-from seqpar.transports._sockets import remove_sockets
 from seqpar.types.arguments import check_whole
 
 MODULE = "seqpar.cli"  # what a rank runs
@@ -34,6 +34,7 @@ MOST = 128  # processes of one machine, each of which needs about 1 GB of host m
 SERVED = "SEQPAR_SERVE"  # environment of a server's ranks: the path of its socket
 STOPS = (*SIGNALS, signal.SIGQUIT)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment: where gloo and NCCL open their sockets
+FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # environment: the first that is set holds torch's sockets, else /tmp
 LOOPBACK, UP = 0x8, 0x1  # flags of an interface, as Linux shows them
 
 
@@ -99,6 +100,19 @@ def start(words: Sequence[str], count: int) -> None:
             message, code = verdict({**failed, **others, **failed}, received)
             print(message, file=sys.stderr, flush=True)
             raise SystemExit(code)
+
+
+def remove_sockets(processes: Iterable[int]) -> None:
+    """Remove symm_mem-PID of these processes, which have exited; one that answers belongs to another process by now.
+
+    While ranks map each other's memory, torch's symmetric memory has such a socket for each; killed processes leave it.
+    """
+    folder = next((os.environ[name] for name in FOLDERS if name in os.environ), "/tmp")
+    for process in processes:
+        path = Path(folder, f"symm_mem-{process}")
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+            if path.is_socket() and client.connect_ex(str(path)) != 0:
+                path.unlink()
 
 
 def _first_failed(ranks: Sequence[subprocess.Popen[bytes]], reports: Reports, stop: Signalled) -> dict[int, int]:

@@ -13,11 +13,12 @@ from functools import partial, wraps
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig, apply_first_block_cache
 from torch import nn
 
 from seqpar._moved import successors
 from seqpar.families._cuts import Cuts, check_joined
-from seqpar.families._find import cuts_of, is_guided, pairs_calls
+from seqpar.families._find import cuts_of, is_guided, pairs_calls, steps_of
 from seqpar.families._modular import calls_twice, is_guided_by, is_modular
 from seqpar.graphs.graphs import Capture, CudaCapture
 from seqpar.kernels.weight8 import Weight8
@@ -38,9 +39,9 @@ from seqpar.transformer.calibration import Calibration, Precision, check_precisi
 from seqpar.transformer.call import ShardedCall
 from seqpar.transformer.changes import REFRESHES
 from seqpar.transformer.estimate import dtype_of
-from seqpar.transformer.first_block import in_its_place, put_back, take_off
 from seqpar.transformer.foreign import CALL, is_offloaded, look, refuse, refuse_compiled
 from seqpar.transformer.hooks import ShardedModule
+from seqpar.transformer.internals import cache_config, hooks_on, unregister
 from seqpar.transformer.step_cache import StepCache, StepCaching, check_blocks_for, step_cache
 from seqpar.types.arguments import check_kind, shown
 from seqpar.types.say import say
@@ -204,6 +205,7 @@ CHANGING = (
 )
 # attributes of a parallelized transformer
 RESETS = "_reset_stateful_cache"  # the method by which diffusers' pipelines end a run of their transformers' caches
+FIRST_BLOCK, UNBOUNDED = ("FBCHeadBlockHook", "FBCBlockHook"), 1_000_000  # hooks of FirstBlockCache; its steps in a row
 INSTALLED = ("forward", "__reduce_ex__", "cache_context", RESETS, REFRESHES, *CHANGING)
 
 
@@ -419,6 +421,31 @@ def _caching(call: ShardedCall, ours: Mapping[str, Any]) -> dict[str, Any]:
         refresh(module)
 
     return {name: wraps(method)(partial(turned, name)) for name, method in methods.items()}
+
+
+def in_its_place(module: nn.Module, ranks: int) -> StepCache | None:
+    """Return the step cache that does what an enabled FirstBlockCache does, by the tokens of all ranks that share them.
+
+    None where that stays as it is.
+    """
+    config = cache_config(module)
+    if not isinstance(config, FirstBlockCacheConfig) or ranks == 1 or steps_of(module) is None:
+        return None
+    return StepCache(float(config.threshold), head=1, warmup=1, most=UNBOUNDED)
+
+
+def take_off(module: nn.Module) -> None:
+    """Take the hooks of FirstBlockCache off; the transformer's cache counts as enabled."""
+    for part in module.modules():
+        for name in [name for name, hook in hooks_on(part).items() if type(hook).__name__ in FIRST_BLOCK]:
+            unregister(part, name)
+
+
+def put_back(module: nn.Module) -> None:
+    """Put them on again, if the cache is still enabled."""
+    there = any(type(hook).__name__ in FIRST_BLOCK for part in module.modules() for hook in hooks_on(part).values())
+    if isinstance(config := cache_config(module), FirstBlockCacheConfig) and not there:
+        apply_first_block_cache(module, config)
 
 
 def _sharded(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from seqpar import DistributedDiT, Guidance, Sampler
+from seqpar.cli.ranks import FOLDERS, remove_sockets
 from seqpar.kernels import flags, prepare
 from seqpar.loop.loop import draw_noise
 from seqpar.mesh.inputs import collect_on_axis
@@ -27,7 +28,6 @@ from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import Shard
 from seqpar.planner.plan import Choice, choose_transport
 from seqpar.transports import peer
-from seqpar.transports._sockets import FOLDERS, remove_sockets
 from seqpar.transports.peer import arena, transport
 from seqpar.transports.peer.arena import Arena
 from seqpar.types.protocols import Prepare

@@ -24,7 +24,6 @@ from seqpar.cli import summary as progress
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from tests.cli.runs import refused
-from tests.cli.test_refused import right, told
 from tests.pipelines.test_folder import changed
 from tests.support.pool import Pool
 
@@ -94,14 +93,6 @@ def test_what_is_wrong_in_a_folder_is_one_message(
     assert re.match(message, text), text
     assert "\n" not in text
     assert not (tmp_path / "x.png").exists()
-
-
-def test_a_truncated_checkpoint_is_the_same_message_on_every_rank(ranks: Pool, folder: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    cut(".")(copy)
-    (one, _), (other, _) = ranks.run(2, told, Args(**right(copy, tmp_path / "x.png")))
-    assert one == other
-    assert "truncated or not a safetensors file" in one
 
 
 WRONG = (None, 0, -1, 7, "x", [], [1], 1.5, True, {}, -0.5)

@@ -1,7 +1,7 @@
 """Costs of a transformer's operations, traffic of each kind of parallelism, and where one overtakes another.
 
 docs/analysis.md is written from this file. Costs are sums of `linear` and `core` of `seqpar.types.facts`, times are
-those of `seqpar.planner.predict`. Tensor and pipeline parallelism, which seqpar does not have, are compared here only.
+those of `seqpar.planner.predict`. Tensor and pipeline parallelism, which seqpar does not have, are here only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gpu:
         return self.tflops / self.tbs
 
 
-# as the maker publishes them, without sparsity; memory of the A100 is rounded as in the notes that the page follows
+# as the maker publishes them, without sparsity
 PUBLISHED = (Gpu("A100", 312, 1.5, 40, 300), Gpu("H100", 989, 3.35, 80, 450), Gpu("H200", 989, 4.8, 141, 450))
 
 
@@ -89,16 +89,6 @@ def tensor_parallel(work: Work, load: Load, ranks: int, rates: Rates, transport:
     sent = tensor_sent(load.rows(alone), tokens, work.width, ranks) // 4 * load.itemsize
     us = 4 * work.layers * time_at(rates.exchange[transport], sent) if ranks > 1 else 0.0
     return replace(row, exchange=us / 1e3)
-
-
-def pipeline_parallel(work: Work, load: Load, ranks: int, rates: Rates, transport: str) -> Prediction:
-    """Predict a step of one picture through N stages, each with its share of the layers: one stage works at a time."""
-    alone = Layout(1, 1, 1, 1, "ulysses", transport)
-    row = predict(work, load, alone, rates)
-    sent = pipeline_sent(load.rows(alone), load.tokens + sum(load.others), work.width) * load.itemsize
-    weights = row.memory.weights // ranks
-    us = (ranks - 1) * time_at(rates.exchange[transport], sent)
-    return replace(row, exchange=us / 1e3, memory=replace(row.memory, weights=weights))
 
 
 def _share(work: Work, ranks: int) -> Work:

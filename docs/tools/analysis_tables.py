@@ -1,6 +1,6 @@
 """Writes the tables of docs/analysis.md, from `seqpar.planner` and from the result lines in docs/benchmarks.
 
-python -m docs.tools.analysis_tables --write        # the plots: python -m docs.tools.analysis_plots
+python -m docs.tools.analysis_tables --write
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from docs.tools import analysis as a
-from docs.tools import analysis_plots as plots
+from docs.tools import analysis_points as points
 from seqpar.planner import explain
 from seqpar.planner.predict import GIB, predict
 from seqpar.planner.rates import H200
 from seqpar.types.facts import Cost, Layout, core, linear
 
 PAGE = Path(__file__).parents[1] / "analysis.md"
-# the worked shape: 16 frames of 32 x 32 patches, a width that the founding notes plot, a text of T5
+# the worked shape: 16 frames of 32 x 32 patches, a text of T5
 B, T, P, D, Z, C, E = 1, 16, 1024, 1536, 24, 512, 4096
 S = T * P
 N, TOKENS = 4, 4096  # the worked traffic: Large-DiT-7B, one guided picture of 1024 x 1024
 MEASURED = a.measured(H200, "peer")
 GPUS = (*a.PUBLISHED, MEASURED)
-MODELS = tuple(plots.MODELS)
+MODELS = tuple(points.MODELS)
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,12 @@ def operations(b: int, t: int, p: int, d: int, z: int, c: int, e: int) -> tuple[
             "temporal attention", "8 b T P d² + 4 b T² P d", "10 b T P d + 4 d²", a.self_attention(b * p, t, d, z)
         ),
         Operation("the same, without its projections", "4 b T² P d", "4 b T P d", core(b * p, t, t, z, d // z)),
-        Operation("K and V of all tokens", "4 b s d²", "3 b s d + 2 d²", linear(b * s, d, 2 * d)),
-        Operation("K and V of one token", "4 d²", "3 d + 2 d²", linear(1, d, 2 * d)),
     )
 
 
 def traffic(b: int, s: int, ranks: int) -> tuple[Traffic, ...]:
     """Return the rows of the second table for Large-DiT-7B; tests compute their formulas for other numbers of GPUs."""
-    work = plots.run_of(MODELS[0])[0]
+    work = points.run_of(MODELS[0])[0]
 
     def sent(strategy: str) -> int:
         return a.sequence_sent(strategy, work, s, b, ranks)
@@ -115,7 +113,7 @@ def operations_table() -> str:
 
 
 def gpu_table() -> str:
-    work = plots.run_of(MODELS[0])[0]
+    work = points.run_of(MODELS[0])[0]
 
     def ring(gpu: a.Gpu) -> float:
         return a.ring_hides(work, H200, gpu) if gpu is MEASURED else gpu.tflops * 1e3 / gpu.links
@@ -125,48 +123,17 @@ def gpu_table() -> str:
         ("memory, TB/s", *(number(gpu.tbs) for gpu in GPUS)),
         ("to other GPUs, GB/s each way", *(number(gpu.links) for gpu in GPUS)),
         ("FLOPs a byte where the bounds meet, R / M", *(number(gpu.ridge) for gpu in GPUS)),
-        ("K and V of one token: reading weights / computing", *(f"{gpu.ridge:.0f} x" for gpu in GPUS)),
-        ("time that one more row adds to a product of one", *(f"{1 / gpu.ridge:.1%}" for gpu in GPUS)),
         ("rows from which arithmetic bounds a product", *(number(gpu.ridge) for gpu in GPUS)),
         ("tokens from which it bounds attention on chip, 2 R / M", *(number(2 * gpu.ridge) for gpu in GPUS)),
         ("tokens a GPU from which a ring's transfers fit behind attention", *(f"{ring(gpu):,.0f}" for gpu in GPUS)),
-        ("tokens of KV cache beside the notes' 52 B model on 3 GPUs", *(cached(gpu, 3) for gpu in a.PUBLISHED), ""),
-        ("the same on 4 GPUs", *(cached(gpu, 4) for gpu in a.PUBLISHED), ""),
     )
     return table(("", *(gpu.name.removeprefix("NVIDIA ") for gpu in GPUS)), lines)
-
-
-def cached(gpu: a.Gpu, gpus: int) -> str:
-    """Return how many tokens of KV cache fit beside the notes' model of 52 B, with 64 layers of width 8192, in fp16."""
-    bytes_of_token, weights = 2 * 64 * 8192 * 2, 2 * 52e9
-    return f"{(gpus * gpu.gb * 1e9 - weights) / bytes_of_token:,.0f}"
-
-
-def notes_table() -> str:
-
-    def crossing(share: int) -> str:
-        # where the core of attention has `share` / 2 times the FLOPs of the MLP
-        return count(explain.first(lambda s: 2 * core(1, s, s, Z, D // Z).flops >= share * a.mlp(s, D).flops))
-
-    whole = count(explain.first(lambda s: a.self_attention(1, s, D, Z).flops >= a.mlp(s, D).flops))
-    old, ridges = a.PUBLISHED[0], sorted(gpu.ridge for gpu in GPUS[1:])
-    weights = "K and V of one token wait 208 times as long for weights as for arithmetic (A100)"
-    room = f"3 have {cached(old, 3)} tokens in the 16 GB that they leave, 4 have {cached(old, 4)}"
-    rows = (
-        (weights, "`R / M`", f"{old.ridge:.0f}; today {ridges[0]:.0f} to {ridges[-1]:.0f}"),
-        ("a further token in the batch costs 1 % of the time", "`M / R`", f"{1 / old.ridge:.1%}"),
-        ("beside a model of 52 B, 4 A100s of 40 GB hold about 8000 tokens", "`4 L d` bytes per token", room),
-        (f"attention is the main part from about 3K tokens on (d = {D})", "`s = 2 d`", whole),
-        ("(not in the notes) attention without its projections has the FLOPs of the MLP", "`s = 4 d`", crossing(2)),
-        ("(not in the notes) it has the FLOPs of all products", "`s = 6 d`", crossing(3)),
-    )
-    return table(("the notes say", "formula", "result"), rows)
 
 
 def half_table() -> str:
     rows = []
     for model in MODELS:
-        work, load = plots.run_of(model)
+        work, load = points.run_of(model)
         flops = explain.half_of_flops(work, 1, load.others)
         rows.append((model, work.width, work.head_dim, count(flops), count(explain.half_of_time(work, load, H200))))
     return table(("model", "width", "head dim", "half of the FLOPs from", "half of the time on one H200 from"), rows)
@@ -174,8 +141,8 @@ def half_table() -> str:
 
 def shares_table() -> str:
     rows = []
-    for x in sorted(plots.measured_shares(), key=lambda x: (x.model, x.tokens, x.gpus)):
-        work, load = plots.run_of(x.model)
+    for x in sorted(points.measured_shares(), key=lambda x: (x.model, x.tokens, x.gpus)):
+        work, load = points.run_of(x.model)
         cfg = x.gpus if load.guidance else 1
         row = predict(work, replace(load, tokens=x.tokens), Layout(1, cfg, 1, 1, "ulysses", "peer"), H200)
         rows.append((x.model, x.tokens, x.gpus, f"{x.value:.0%}", f"{row.attention / row.ms:.0%}", f"`{x.file}`"))
@@ -183,7 +150,7 @@ def shares_table() -> str:
 
 
 def traffic_table() -> str:
-    work, load = plots.run_of(MODELS[0])
+    work, load = points.run_of(MODELS[0])
     every = {ranks: traffic(2, TOKENS, ranks) for ranks in (2, N, 8)}
     rows = []
     for index, row in enumerate(every[N]):
@@ -194,10 +161,10 @@ def traffic_table() -> str:
 
 
 def against_tensor_table() -> str:
-    """Return predicted ms of a step by Ulysses, tensor and pipeline parallelism, and where Ulysses becomes faster."""
+    """Return predicted ms of a step by Ulysses and tensor parallelism, and where Ulysses becomes faster."""
     rows = []
     for model in MODELS[:2]:
-        work, load = plots.run_of(model)
+        work, load = points.run_of(model)
         for ranks in (2, 4, 8):
             layout = Layout(1, 1, 1, ranks, "ulysses", "peer")
             cells = []
@@ -214,7 +181,7 @@ def memory_table() -> str:
     """Return how many tokens fit on some H100s and H200s, by the planner's lower bound."""
     rows = []
     for model in MODELS:
-        work, load = plots.run_of(model)
+        work, load = points.run_of(model)
         for gpu in a.PUBLISHED[1:]:
             gib = (H200.memory or 0) if gpu.name == "H200" else gpu.gb  # GiB that CUDA reports, 80 of an H100
             fits = (count(a.most_tokens(work, load, ranks, gib)) for ranks in (1, 2, 4, 8))
@@ -223,17 +190,16 @@ def memory_table() -> str:
 
 
 def times_table() -> str:
-    rows = []
-    for x in plots.measured_times():
-        predicted = dict(zip(plots.GPUS, plots.times(x.model, x.tokens)["planned"], strict=True))[x.gpus]
-        rows.append((x.model, x.tokens, x.gpus, f"{x.value:.4g}", f"{predicted:.4g}", f"`{x.file}`"))
+    rows = [
+        (x.model, x.tokens, x.gpus, f"{x.value:.4g}", f"{points.planned_ms(x):.4g}", f"`{x.file}`")
+        for x in points.measured_times()
+    ]
     return table(("model", "tokens", "H200s", "fastest measured, ms", "planned, predicted", "line of"), rows)
 
 
 TABLES = {
     "operations": operations_table,
     "gpus": gpu_table,
-    "notes": notes_table,
     "half": half_table,
     "shares": shares_table,
     "traffic": traffic_table,

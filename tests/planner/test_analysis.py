@@ -10,10 +10,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from PIL import Image
 
 from docs.tools import analysis
-from docs.tools import analysis_plots as plots
+from docs.tools import analysis_points as points
 from docs.tools.analysis_tables import PAGE, TABLES, operations, page, traffic
 from seqpar.planner.costs import parts as parts_of
 from seqpar.planner.explain import PARTS, explain, first, half_of_flops, ways
@@ -28,12 +27,6 @@ def test_the_page_is_what_the_code_computes() -> None:
     written = PAGE.read_text(encoding="utf-8")
     assert written == page(), "python -m docs.tools.analysis_tables --write"
     assert re.findall(r"<!-- table (\w+) -->", written) == [*TABLES]
-
-
-@pytest.mark.parametrize("name", ["share", "gpus"])
-def test_the_plots_show_what_the_code_computes(name: str) -> None:
-    with Image.open(PAGE.with_name(f"analysis-{name}.png")) as picture:
-        assert picture.info["digest"] == plots.digest(), "python -m docs.tools.analysis_plots"
 
 
 def value(formula: str, **letters: int) -> float:
@@ -55,13 +48,12 @@ def test_the_formulas_are_what_the_code_computes() -> None:
             assert value(sent.sent, b=2, s=65, d=SEVEN_B.width, N=ranks) != sent.elements
 
 
-def test_predictions_are_near_the_points_in_the_plots() -> None:
-    for point in plots.measured_times():
-        curve = dict(zip(plots.GPUS, plots.times(point.model, point.tokens)["planned"], strict=True))
-        assert curve[point.gpus] == pytest.approx(point.value, rel=0.09), point
-    assert {point.gpus for point in plots.measured_times()} == {1, 2, 4}
-    for point in plots.measured_shares():
-        work, load = plots.run_of(point.model)
+def test_predictions_are_near_what_was_measured() -> None:
+    for point in points.measured_times():
+        assert points.planned_ms(point) == pytest.approx(point.value, rel=0.09), point
+    assert {point.gpus for point in points.measured_times()} == {1, 2, 4}
+    for point in points.measured_shares():
+        work, load = points.run_of(point.model)
         layout = Layout(1, point.gpus if load.guidance else 1, 1, 1, "ulysses", "peer")
         row = predict(work, replace(load, tokens=point.tokens), layout, H200)
         assert row.attention / row.ms == pytest.approx(point.value, abs=0.055), point
@@ -88,8 +80,7 @@ def test_tensor_parallelism_divides_products_attention_and_weights_by_hand() -> 
     assert share.gemms == ((8, 12), (4, 8), (8, 16), (16, 8))
 
 
-def test_crossings_are_where_the_notes_put_them() -> None:
-    """Attention with its projections has the FLOPs of the MLP at s = 2 d, and its core those of all products at 6 d."""
+def test_attentions_core_has_the_flops_of_all_products_at_six_widths() -> None:
     assert first(partial(int.__le__, 3072)) == 3072
     assert first(lambda s: s > 1 << 23) is None
     assert analysis.PUBLISHED[0].ridge == 208

@@ -125,24 +125,6 @@ def test_flux_hides_keys_and_values_behind_the_mlp_of_its_single_blocks(world: i
     assert planned(load, world=world, work=given).best.strategy != "kv_first"
 
 
-@pytest.mark.parametrize("tokens", [256, 4096, 16384])
-def test_what_kv_first_sends_behind_its_products_costs_only_what_they_do_not_cover(tokens: int) -> None:
-    load = replace(ONE, tokens=tokens)
-    plain, first = (predict(SEVEN_B, load, of(2, 2, name), H200) for name in ("kv_gather", "kv_first"))
-    assert 0 < first.exchange < plain.exchange
-    assert first.gemm >= plain.gemm  # three products instead of one
-    assert first.attention == plain.attention
-
-
-@pytest.mark.parametrize(("cfg", "saved"), [(2, 1), (1, 0)])
-def test_kv_firsts_values_of_one_batch_row_cost_no_pass(cfg: int, saved: int) -> None:
-    """One batch row saves a pass over 2048 x 4096 bf16 for one more launch; two rows only cost two more launches."""
-    rates, value = replace(H200, kernel_us=1.0, copy=4.0), 2048 * 4096 * 2
-    plain, first = (predict(SEVEN_B, ONE, of(cfg, 2, name), rates) for name in ("kv_gather", "kv_first"))
-    us = (2 - saved) * 1.0 - saved * 1e-6 * 2 * value / 4.0
-    assert first.elementwise - plain.elementwise == pytest.approx(32 * us / 1e3)
-
-
 @pytest.mark.parametrize(
     ("copy_us", "exposed_us"),
     [

@@ -9,8 +9,7 @@ torchrun --nproc_per_node=4 launch/bench.py exchange                     # our t
 torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 pictures, 100 sizes: memory, time, bits
 python launch/bench.py faults                                            # jobs with faults in them: how they end
 python launch/bench.py serve                                             # a server: many clients, cancels, killed ranks
-python launch/bench.py latency                                           # a server: own cost, cancels, p50 and p95
-python launch/bench.py swaps                                             # a server whose models requests swap
+python launch/bench.py latency                                           # a server: own cost, cancels, swaps, p50, p95
 torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
 """
 
@@ -26,20 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
 
-from launch.benches import (
-    calls,
-    compare,
-    decode,
-    exchange,
-    faults,
-    latency,
-    loading,
-    measure,
-    serve,
-    soak,
-    steps,
-    swaps,
-)
+from launch.benches import calls, compare, decode, exchange, faults, latency, loading, measure, serve, soak, steps
 from seqpar.cli.exits import guarded
 from seqpar.types.flags import chosen
 
@@ -55,7 +41,6 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     faults.Faults: faults.main,
     serve.Serve: serve.main,
     latency.Latency: latency.main,
-    swaps.Swaps: swaps.main,
     measure.Rates: measure.main,
 }
 CLEAN_UP_S = 120.0  # after Ctrl-C: benches end the jobs that they have started, and remove their folders

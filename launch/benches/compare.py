@@ -30,7 +30,7 @@ from typing import IO, Any
 import torch
 
 from launch.benches.compare_job import WORKS
-from launch.benches.timing import append, command, environment, spread
+from launch.benches.timing import record, spread
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("compare_job.py")
@@ -77,8 +77,7 @@ def main(args: Compare) -> None:
         times = {named(tree): [answer["ms"] for answer in answers[tree]] for tree in trees}
         bits = {answer["digest"] for tree in trees for answer in answers[tree]}
         line = {"bench": "compare", "work": work, "ranks": args.gpus, "ms": times, "digests": sorted(bits)}
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        append([line | {"command": command(), "env": environment(device)}], args.out)
+        record(line, args.out)
         rows.append(_row(work, times, len(bits) == 1))
         print(rows[-1], flush=True)
     print("\n".join([f"median (least - most) ms of {' | '.join(map(named, trees))}, last over first", *rows]))

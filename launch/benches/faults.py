@@ -24,7 +24,7 @@ import torch
 
 from launch.benches.fault_job import Job, Outcome, Signal, Started, by_command, by_torchrun, carried_out
 from launch.benches.planted import Plant
-from launch.benches.timing import append, command, environment
+from launch.benches.timing import environment, record
 from seqpar.transports import _contract
 from seqpar.types.flags import Flag
 
@@ -208,17 +208,17 @@ def main(args: Faults) -> None:
         )
     if args.side_by_side < 1 or not 0 < args.stopped_s < args.deadline_s <= args.first_deadline_s:
         raise ValueError(f"got {args}, expected jobs, and 0 < --stopped-s < --deadline-s <= --first-deadline-s")
-    env = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # this may take memory of a GPU
+    environment()  # this may take memory of a GPU
     before = used()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         args = replace(args, caches=cached(Path(folder)))
-        rows = run_all(args, [(NOTHING, "seqpar", transport) for transport in args.over], {}, env)
+        rows = run_all(args, [(NOTHING, "seqpar", transport) for transport in args.over], {})
         clean = {row.transport: row.outcome.digest for row in rows}
-        rows += run_all(args, planned(args), clean, env)
+        rows += run_all(args, planned(args), clean)
     more = freed(before)
     kept = [f"GPU {index} holds {megabytes} MB more" for index, megabytes in enumerate(more) if megabytes > FREE_MB]
     print("", *table([COLUMNS, ["---"] * len(COLUMNS), *map(Row.cells, rows)]), *kept, sep="\n", flush=True)
-    append([{"bench": "faults", "jobs": len(rows), "megabytes_more_on_each_gpu": more, "command": command()}], args.out)
+    record({"bench": "faults", "jobs": len(rows), "megabytes_more_on_each_gpu": more}, args.out)
     if kept or any(row.wrong for row in rows):
         raise SystemExit(1)
 
@@ -241,12 +241,10 @@ def planned(args: Faults) -> list[tuple[Case, str, str]]:
     return found
 
 
-def run_all(
-    args: Faults, jobs: Sequence[tuple[Case, str, str]], clean: Mapping[str, str | None], env: Mapping[str, str]
-) -> list[Row]:
+def run_all(args: Faults, jobs: Sequence[tuple[Case, str, str]], clean: Mapping[str, str | None]) -> list[Row]:
     """Run the jobs, some at the same time, and write each row; a job may be followed at once by one without a fault.
 
-    clean: transport -> digest of the latents of a job without a fault; env: of the lines.
+    clean: transport -> digest of the latents of a job without a fault.
     """
 
     def one(planned: tuple[Case, str, str]) -> list[Row]:
@@ -256,7 +254,8 @@ def run_all(
             rows.append(job(args, replace(NOTHING, name=f"again after: {case.name}"), starter, transport, clean))
         with written:  # at once, so that a bench that is cut off keeps what it found
             print(*table([row.cells() for row in rows]), sep="\n", flush=True)
-            append([line(args, row, env) for row in rows], args.out)
+            for row in rows:
+                record(line(args, row), args.out)
         return rows
 
     written = threading.Lock()
@@ -300,7 +299,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
 
 
-def line(args: Faults, row: Row, env: Mapping[str, str]) -> dict[str, Any]:
+def line(args: Faults, row: Row) -> dict[str, Any]:
     case = {"fault": row.case.name, "starter": row.starter, "transport": row.transport}
     deadlines = {"first": args.first_deadline_s, "later": args.deadline_s}
     done = row.outcome
@@ -314,6 +313,4 @@ def line(args: Faults, row: Row, env: Mapping[str, str]) -> dict[str, Any]:
         "left": done.left,
         "wrong": row.wrong,
         "latents": done.digest,
-        "command": command(),
-        "env": env,
     }

@@ -1,9 +1,11 @@
-"""What a server costs: its share of a picture's time, a full queue, cancels, LoRAs, a killed rank, latencies at a load.
+"""What a server costs: its share of a picture's time, a full queue, cancels, LoRAs, swaps, killed ranks, a load.
 
     python launch/bench.py latency --model flux.1-dev --folder /tmp/flux --ranks 2 --size 1024x1024 --out lines.jsonl
 
 Each part asks a server that the bench starts. `flux.1-dev` is written to the folder at its released sizes with random
-weights (24 GB and 9.5 GB; tiny ones on a machine without GPUs), so that no checkpoint is needed.
+weights (24 GB and 9.5 GB; tiny ones on a machine without GPUs), so that no checkpoint is needed. With `--swap MODEL`
+one model is loaded at a time, and the part `swapped` lets requests swap the two: seconds of each swap, and whether
+memory, files and threads stay flat.
 """
 
 from __future__ import annotations
@@ -25,15 +27,14 @@ from statistics import fmean, median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from launch.baselines.pipelines import saved_loras
 from launch.benches.loading import write
-from launch.benches.served import a_rank, asked, get, server, status, until_ready
-from launch.benches.timing import append, command, environment
+from launch.benches.served import a_rank, asked, get, processes, server, status, text_of, until_ready, used
+from launch.benches.timing import record
 
 FLUX = "flux.1-dev"
 LORAS = ("first", "second")
+PROMPTS = {"builtin": "cat"}  # other models take texts
 NOTICE_S = 0.01  # between two looks at a server
 FIRST = 3  # pictures before anything is measured: kernels are compiled, graphs captured
 
@@ -66,8 +67,12 @@ class Latency:
     """Requests that arrive while a picture is made."""
     lora_rank: int = 0
     """Serve two random LoRAs of this rank on all linear layers of flux.1-dev's blocks, and switch between them."""
+    swap: str = ""
+    """A second model, which the part swapped lets requests swap with the first one."""
+    swaps: int = 50
+    """Number of swaps."""
     parts: tuple[str, ...] = ()
-    """Only these of alone, busy, full, cancelled, switched, killed and open."""
+    """Only these of alone, busy, full, cancelled, switched, swapped, killed and open."""
     fake: bool = False
     """Ranks that answer at once in place of a model's (tests/support/fake_replica.py): the API server alone."""
     seed: int = 0
@@ -126,8 +131,11 @@ def main(args: Latency) -> None:
             loras = args.folder.with_name(f"{args.folder.name}-loras")
             saved_loras(loras, args.folder / "transformer", LORAS, args.lora_rank)
             words += ["--loras", str(loras)]
-    model, begun = folder if args.model == FLUX else args.model, time.monotonic()
-    with server((model,), args.ranks, words) as (process, port, _):
+    models, begun = [folder if args.model == FLUX else args.model], time.monotonic()
+    if args.swap:
+        models.append(args.swap)
+        words += ["--loaded", "1", "--swap"]
+    with server(models, args.ranks, words) as (process, port, _):
         until_ready(port)
         _told(args, "start", {"seconds": time.monotonic() - begun})
         _measure(args, port, process)
@@ -138,9 +146,10 @@ def _measure(args: Latency, port: int, process: subprocess.Popen[str]) -> None:
     bench = Bench(args, port, process.pid, random.Random(args.seed))
     for _ in range(FIRST):
         bench.picture()
-    for part in (_alone, _busy, _full, _cancelled, _switched, _killed, _open):
+    needs = {_switched: args.lora_rank, _swapped: args.swap}
+    for part in (_alone, _busy, _full, _cancelled, _switched, _swapped, _killed, _open):
         name = part.__name__.strip("_")
-        if name in (args.parts or [name]) and (args.lora_rank or part is not _switched):
+        if name in (args.parts or [name]) and needs.get(part, True):
             _told(args, name, part(bench))
     process.send_signal(signal.SIGTERM)
     process.wait()
@@ -149,9 +158,8 @@ def _measure(args: Latency, port: int, process: subprocess.Popen[str]) -> None:
 def _told(args: Latency, part: str, facts: dict[str, Any]) -> None:
     shown = ", ".join(f"{key} {value:.4g}" for key, value in facts.items() if isinstance(value, int | float))
     print(f"{part}: {shown}", flush=True)
-    line = {"bench": "latency", "part": part, **facts, "case": {**asdict(args), "folder": None, "out": None}}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    append([line | {"command": command(), "env": environment(device)}], args.out)
+    case = {**asdict(args), "folder": None, "out": None}
+    record({"bench": "latency", "part": part, **facts, "case": case}, args.out)
 
 
 def _alone(bench: Bench) -> dict[str, Any]:
@@ -267,6 +275,36 @@ def _switched(bench: Bench) -> dict[str, Any]:
         same.append(bench.picture(lora=[{"name": name}]))
     ms = 1e3 * (median(each.ranks_s for each in other) - median(each.ranks_s for each in same))
     return {"switch_ms": ms, "same": list(map(asdict, same)), "other": list(map(asdict, other))}
+
+
+def _swapped(bench: Bench) -> dict[str, Any]:
+    """Seconds of each swap, and [MiB, open files, threads] of the API server and each rank after every tenth.
+
+    gpus: bytes that each rank holds of its GPU; on CPUs those of its process.
+    Raises RuntimeError if an image has other bits after a swap than before.
+    """
+    names = [model["id"] for model in get(bench.port, "/v1/models")["data"]]
+    images, swaps_s, looks = dict[str, str](), dict[str, list[float]](), list[dict[str, Any]]()
+    for number in range(bench.args.swaps + 1):
+        name = names[number % 2]
+        made = asked(bench.port, bench.body(model=name, prompt=PROMPTS.get(name, "a red fox")))
+        image = made["data"][0]["b64_json"]
+        if images.setdefault(name, image) != image:
+            raise RuntimeError(f"the image of {name} has other bits after swap {number}")
+        if number:
+            swaps_s.setdefault(name, []).append(made["seqpar"]["seconds"]["swap"])
+        if number % 10 == 0:
+            ranks = [[*used(rank).values()] for rank in processes(bench.front)]
+            metrics = text_of(bench.port, "/metrics").splitlines()
+            gpus = [float(line.split()[-1]) for line in metrics if line.startswith("seqpar_memory_bytes{")]
+            looks.append({"swaps": number, "front": [*used(bench.front).values()], "ranks": ranks, "gpus": gpus})
+            print(looks[-1], flush=True)
+    most = {f"most_s of {name}": max(every) for name, every in swaps_s.items()}
+    return (
+        {f"median_s of {name}": median(every) for name, every in swaps_s.items()}
+        | most
+        | {"every_s": swaps_s, "used": looks}
+    )
 
 
 def _killed(bench: Bench) -> dict[str, Any]:

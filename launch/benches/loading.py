@@ -25,7 +25,7 @@ import torch
 
 import seqpar
 from launch.baselines.pipelines import saved
-from launch.benches.timing import append, command, environment, spread
+from launch.benches.timing import record, spread
 from seqpar.kernels import _quack
 from seqpar.mesh.mesh import Mesh, default_dtype
 
@@ -85,13 +85,11 @@ def _answers(processes: list[subprocess.Popen[bytes]]) -> list[dict[str, Any]]:
 
 
 def _told(args: Loading, way: str, rounds: list[list[dict[str, Any]]]) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = sum(file.stat().st_size for file in args.folder.rglob("*") if file.is_file())
     seconds = spread([max(rank["seconds"] for rank in ranks) for ranks in rounds])
     tiny = spread([max(rank["tiny_s"] for rank in ranks) for ranks in rounds])
     line = {"bench": "loading", "model": args.model, "ranks": args.ranks, "way": way, "bytes": size}
-    facts = {"seconds": seconds, "tiny_s": tiny, "rounds": rounds, "command": command(), "env": environment(device)}
-    append([line | facts], args.out)
+    record(line | {"seconds": seconds, "tiny_s": tiny, "rounds": rounds}, args.out)
     gpus = ", ".join(f"{rank['gpu_bytes'] / 2**30:.1f}" for rank in rounds[-1])
     shown = f"{seconds['median']:.2f} s ({seconds['min']:.2f} - {seconds['max']:.2f})"
     before = f"after a tiny one in {tiny['median']:.2f} s"

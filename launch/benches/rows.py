@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from launch.benches.timing import append, attempt, calls_for, command, elapsed, environment, slowest
+from launch.benches.timing import attempt, calls_for, elapsed, record, slowest
 from seqpar.mesh.mesh import Mesh
 from seqpar.profiling.profile import finished
 from seqpar.profiling.ranks import NAMES, mean
@@ -118,11 +118,10 @@ def measure(bench: str, about: Line, rows: Iterable[Row], mesh: Mesh, flags: Fla
             late = mesh.share(time.monotonic() - begun > 60 * flags.minutes, bool)
             result = {"ms": None, "refused": LATE} if late else _measured(row, mesh, flags, references)
             case = {**about, "kind": row.kind, "way": row.name, **row.case}
-            line = {"bench": bench, "case": case, "gpus": mesh.world.size, **result}
-            lines.append(line | {"command": command(), "env": environment(mesh.device)})
+            lines.append({"bench": bench, "case": case, "gpus": mesh.world.size, **result})
             free(mesh.device)
             if mesh.is_main:
-                append(lines[-1:], flags.out)
+                record(lines[-1], flags.out, mesh.device)
                 print(shown(lines[-1]), flush=True)
     return lines
 

@@ -31,7 +31,6 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from launch.benches.serve_kinds import (
@@ -48,7 +47,7 @@ from launch.benches.serve_kinds import (
     shown_bits,
 )
 from launch.benches.served import LIMIT_S, a_rank, processes, server, until_ready, used
-from launch.benches.timing import append, command, environment
+from launch.benches.timing import judged, record
 
 ROOM = 1.25  # memory, files and threads of a process at the end, in times of the middle
 MORE = {"memory": 64, "files": 16, "threads": 16}  # which do not count as growth; memory in MiB
@@ -252,10 +251,8 @@ def main(args: Serve) -> None:
     )
     line |= {"killed": ledger.killed, "seconds": ready_s, "restarts": restarts, "kinds": len(kinds())}
     line |= {"verdicts": [{"text": text, "right": right} for text, right in said], "log_lines": len(log)}
-    append([line | {"command": command(), "env": environment(torch.device("cpu"))}], args.out)
-    for text, right in said:
-        print(f"{'ok    ' if right else 'FAILED'} {text}", flush=True)
-    if not all(right for _, right in said):
+    record(line, args.out)
+    if not judged(said):
         print("\n".join(log[-40:]), file=sys.stderr)
         raise SystemExit(1)
 

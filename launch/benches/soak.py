@@ -1,11 +1,10 @@
 """Many pictures in one process: memory must stay flat, pictures must not become slower, bits must stay the same.
 
-Four parts. `pictures` of changing kinds (size, classes, guidance, scheduler) come in a random order. Memory must be
-flat once each kind has run twice, the second half must not be slower than the first, and the last picture, whose kind
-and seed are those of the first, must have the same bits. Then pictures of `sizes` different sizes follow, over which
-memory must be bounded, and `calls` of a parallelized diffusers transformer with other pictures and prompts, over which
-it must be bounded too. Last, each strategy replays the graph of one step `replays` times, by each transport, while
-ranks are held up at random; each time round the state must have the same bits.
+Four parts. `pictures` of changing kinds (size, classes, guidance, scheduler) come in a random order, then pictures of
+`sizes` different sizes, then `calls` of a parallelized diffusers transformer with other pictures and prompts, the first
+kind again at the end. Over each part memory must be bounded, later pictures of a kind must not be slower than earlier
+ones, and all of a kind must have the same bits. Last, each strategy replays the graph of one step `replays` times, by
+each transport, while ranks are held up at random; each time round the state must have the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 
 import seqpar
 from launch.baselines.released import RELEASED, Released
-from launch.benches.timing import append, command, environment
+from launch.benches.timing import judged, record
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import Sampler, digest, draw_noise
 from seqpar.mesh.mesh import Mesh, default_dtype
@@ -47,7 +46,6 @@ KINDS = 20  # of pictures in the first part
 MOST_SLOWER = 1.1  # the later pictures of a kind, in times of the earlier ones
 MOST_LARGER = 1.05  # memory of the later pictures, in times of the earlier ones
 ROOM = 64 << 20  # bytes that do not count: what an allocator takes at a time, and Python's own
-BOUNDED = ("sizes", *(f"calls {way}" for way in WAYS))
 MEMORY = ("allocated", "used", "host")
 Line = dict[str, Any]
 
@@ -87,17 +85,12 @@ class Kind:
 
 
 def main(args: Soak) -> None:
-    mesh = Mesh.joined()
-    env = {"gpus": mesh.world.size, "command": command(), "env": environment(mesh.device)}
-    lines = []
+    mesh, lines = Mesh.joined(), list[Line]()
     for line in measured(args, mesh.device):
         lines.append(line)
-        append([{"bench": "soak", **line, **env}], args.out if mesh.is_main else None)
-    said = [verdict for judge in (mixed_right, bounded_right, replays_right) for verdict in judge(lines)]
-    if mesh.is_main:
-        for text, right in said:
-            print(f"{'ok    ' if right else 'FAILED'} {text}", flush=True)
-    if not all(right for _, right in said):
+        if mesh.is_main:
+            record({"bench": "soak", **line, "gpus": mesh.world.size}, args.out, mesh.device)
+    if not judged(verdicts(lines), shows=mesh.is_main):
         raise SystemExit(1)
 
 
@@ -168,60 +161,37 @@ def soaked(
 # Verdicts ---------------------------------------------------------------------------------------------------------
 
 
-def mixed_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
-    """Yield what was found in pictures of changing kinds, and whether it is right."""
-    mine = [line for line in lines if line["part"] == "mixed"]
-    later = [line for line in mine if line["time"] > 2]
-    if not mine:
-        return
-    if not later:
-        yield "pictures: no kind came three times, so that neither memory nor time was compared", False
-    yield from (grown("pictures", name, later) for name in MEMORY if later and later[-1][name])
-    yield slower(later)
-    first, last = mine[0]["digest"], mine[-1]["digest"]
-    yield f"pictures: the first has digest {first}, the last, of the same kind and seed, {last}", first == last
-    kinds = len({line["kind"] for line in mine})
-    sets = len({(line["kind"], line["digest"]) for line in mine})
-    yield f"pictures: {len(mine)} of {kinds} kinds have {sets} sets of bits", sets == kinds
+def verdicts(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
+    """Yield what was found in each part, and whether it is right."""
+    for part in dict.fromkeys(line["part"] for line in lines):
+        found = [line for line in lines if line["part"] == part]
+        if part != "replays":
+            yield from _of_part(part, found)
+            continue
+        for line in found:
+            how = "replays" if line["graph"] else "steps without a graph"
+            told = f"{line['strategy']:9} by {line['transport']:10} {line['replays']} {how} in {line['seconds']:.1f} s"
+            yield f"{told}: {line['bits']} set(s) of bits, {line['digest']}", line["bits"] == 1
 
 
-def bounded_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
-    """Yield what was found in pictures of many sizes, and in calls of many shapes."""
-    for part in BOUNDED:
-        mine = [line for line in lines if line["part"] == part]
-        if len(mine) > 3:
-            yield from (grown(f"{len(mine)} {part}", name, mine) for name in MEMORY if mine[-1][name])
-        if mine and mine[0]["kind"] == mine[-1]["kind"]:
-            first, last = mine[0]["digest"], mine[-1]["digest"]
-            yield f"{part}: the first has digest {first}, the last, of the same kind, {last}", first == last
-
-
-def replays_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
-    for line in (line for line in lines if line["part"] == "replays"):
-        how = "replays" if line["graph"] else "steps without a graph"
-        told = f"{line['strategy']:9} by {line['transport']:10} {line['replays']} {how} in {line['seconds']:.1f} s"
-        yield f"{told}: {line['bits']} set(s) of bits, {line['digest']}", line["bits"] == 1
-
-
-def grown(part: str, name: str, lines: Sequence[Line]) -> tuple[str, bool]:
+def _of_part(part: str, lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
     cut = len(lines) * 3 // 4
-    before, after = (max((line[name] for line in some), default=0) for some in (lines[:cut], lines[cut:]))
-    told = f"{part}: {name} memory at most {before / 2**20:.0f} MiB, in the last quarter {after / 2**20:.0f} MiB"
-    return told, after <= max(MOST_LARGER * before, before + ROOM)
+    for name in MEMORY if len(lines) > 3 else ():
+        before, after = (max(line[name] for line in some) for some in (lines[:cut], lines[cut:]))
+        told = f"{part}: {name} memory at most {before / 2**20:.0f} MiB, in the last quarter {after / 2**20:.0f} MiB"
+        yield told, after <= max(MOST_LARGER * before, before + ROOM)
+    # the first two pictures of a kind compile and capture
+    later = [[line["seconds"] for line in lines if line["kind"] == kind and line["time"] > 2] for kind in _kinds(lines)]
+    ratios = [median(each[len(each) // 2 :]) / median(each[: len(each) // 2]) for each in later if len(each) > 1]
+    if ratios:
+        told = f"{part}: the later ones of a kind take {median(ratios):.3f} times the seconds of the earlier ones"
+        yield told, median(ratios) <= MOST_SLOWER
+    kinds, sets = len(_kinds(lines)), len({(line["kind"], line["digest"]) for line in lines})
+    yield f"{part}: {len(lines)} of {kinds} kinds have {sets} sets of bits", sets == kinds
 
 
-def slower(lines: Sequence[Line]) -> tuple[str, bool]:
-    ratios = []
-    for _, group in itertools.groupby(sorted(lines, key=lambda line: line["kind"]), key=lambda line: line["kind"]):
-        seconds = [line["seconds"] for line in group]
-        half = len(seconds) // 2
-        if half:
-            ratios.append(median(seconds[half:]) / median(seconds[:half]))
-    ratio = median(ratios) if ratios else 1.0
-    return (
-        f"pictures: the later ones of a kind take {ratio:.3f} times the seconds of the earlier ones",
-        ratio <= MOST_SLOWER,
-    )
+def _kinds(lines: Sequence[Line]) -> list[int]:
+    return [*dict.fromkeys(line["kind"] for line in lines)]
 
 
 def memory(mesh: Mesh) -> dict[str, int]:

@@ -9,7 +9,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,8 +84,9 @@ def spread(times: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(times), "min": min(times), "max": max(times)}
 
 
-def environment(device: torch.device) -> dict[str, str]:
-    """The versions and the device that a measurement depends on."""
+def environment(device: torch.device | None = None) -> dict[str, str]:
+    """The versions and the device that a measurement depends on. device: by default a GPU where there is one."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = {"torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         import triton
@@ -101,10 +102,19 @@ def command() -> str:
     return "launch/bench.py " + re.sub(r" --out[ =]\S+", "", " ".join(sys.argv[1:]))
 
 
-def append(lines: Sequence[Mapping[str, Any]], out: Path | None) -> None:
+def record(line: Mapping[str, Any], out: Path | None, device: torch.device | None = None) -> None:
+    """Append a JSON line with the command and the environment."""
     if out is not None:
         with out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.write(json.dumps({**line, "command": command(), "env": environment(device)}) + "\n")
+
+
+def judged(verdicts: Iterable[tuple[str, bool]], shows: bool = True) -> bool:
+    """Print what was found, and whether it is right; return whether all is."""
+    found = list(verdicts)
+    for text, right in found if shows else ():
+        print(f"{'ok    ' if right else 'FAILED'} {text}", flush=True)
+    return all(right for _, right in found)
 
 
 def graphed(work: Callable[[], object], calls: int = 1) -> Callable[[], None]:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.benches import latency, serve, swaps
+from launch.benches import latency, serve
 from launch.benches.latency import Latency
 from launch.benches.serve import Serve
-from launch.benches.swaps import Swaps
 from tests.support.forked_benches import fork
 
 pytestmark = pytest.mark.bench
@@ -60,10 +59,10 @@ def test_what_a_server_costs_is_measured_by_part(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_swapped_models_have_the_same_bits_and_leave_nothing(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
-    swaps.main(Swaps(swaps=20, out=out))
-    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
+    latency.main(Latency(steps=4, swap="builtin", swaps=20, parts=("swapped",), out=out))
+    _, line = map(json.loads, out.read_text().splitlines())
     assert [len(every) for every in line["every_s"].values()] == [10, 10]
-    before, after = (line["used"][number] for number in (1, 2))
-    for old, new in zip(before["front"] + before["ranks"], after["front"] + after["ranks"], strict=True):
+    before, after = ([look["front"], *look["ranks"]] for look in line["used"][1:])
+    for old, new in zip(before, after, strict=True):
         assert new[0] - old[0] < GROWN
         assert (new[1] <= old[1] + 2, new[2] <= old[2] + 2) == (True, True)

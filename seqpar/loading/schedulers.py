@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from itertools import accumulate, repeat
 from types import MethodType
@@ -19,7 +18,6 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from torch import Tensor
 
 from seqpar.loading.errors import context
 from seqpar.loading.parts import check_scheduler
@@ -82,49 +80,6 @@ def _check(scheduler: Any, what: str) -> None:
         raise ValueError(
             f"got {what} with {type(scheduler).__name__}, expected DDIMScheduler or DDPMScheduler without thresholding"
         )
-
-
-def pass_variances(pipe: Any, generator: torch.Generator | None = None) -> Callable[[], None]:
-    """Make a DiTPipeline pass the model's variances to its `DDPMScheduler`, in place; return what undoes it.
-
-    The pipeline cuts the variances off, so that a scheduler with variance_type "learned_range" raises TypeError. After
-    this, the scheduler's step takes them from the transformer's last output. Call it when the pipeline has its final
-    transformer and scheduler; `seqpar.parallelize` calls it for pipelines. generator: draws the noise of the steps, for
-    which the pipeline uses none; default: that of an earlier call, or torch's. Raises ValueError for another scheduler,
-    and for a model without variances.
-    """
-    scheduler = pipe.scheduler
-    if not learns_range(scheduler):
-        raise ValueError(
-            f"got a pipeline with {type(scheduler).__name__}, expected DDPMScheduler with variance_type 'learned_range'"
-        )
-    check_variances(pipe.transformer.config)
-    step = WithVariances(scheduler.step, generator)
-    before = {name: x for name, x in vars(scheduler).items() if name == "step"}
-    hook = pipe.transformer.register_forward_hook(lambda module, args, output: step.outputs.append(output[0]))
-    scheduler.step = step
-
-    def undo() -> None:
-        if vars(scheduler).get("step") is step:  # otherwise a later call has wrapped it, and passes variances itself
-            del scheduler.step
-            vars(scheduler).update(before)
-        hook.remove()
-
-    return undo
-
-
-class WithVariances:
-    """A scheduler's `step` that takes the variances from the transformer's last output, where the pipeline cut them."""
-
-    def __init__(self, step: Callable[..., Any], generator: torch.Generator | None) -> None:
-        self.outputs: deque[Tensor] = deque(maxlen=1)
-        self._step, self._options = step, {} if generator is None else {"generator": generator}
-        functools.update_wrapper(self, step)
-
-    def __call__(self, model_output: Tensor, timestep: Any, sample: Tensor, **options: Any) -> Any:
-        if model_output.shape[1] == sample.shape[1]:
-            model_output = torch.cat((model_output, self.outputs[0][:, sample.shape[1] :]), dim=1)
-        return self._step(model_output, timestep, sample, **self._options | options)
 
 
 FLOW_PREDICTION = "flow_prediction"

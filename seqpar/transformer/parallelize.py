@@ -25,7 +25,6 @@ from seqpar.kernels.weight8 import Weight8
 from seqpar.loading.encoders import NAMES as ENCODERS
 from seqpar.loading.parking import bring, seat_of
 from seqpar.loading.parts import transformers_of
-from seqpar.loading.schedulers import check_variances, learns_range, pass_variances
 from seqpar.mesh import exact
 from seqpar.mesh.inputs import agree
 from seqpar.mesh.mesh import Mesh, OwnedMesh
@@ -82,15 +81,6 @@ def _checked_cuts(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> C
     if all(x.device.type == "meta" for x in islice(module.parameters(), 1)):
         raise ValueError(f"got {name} without weights, expected a loaded diffusers transformer")
     return cuts_of(module, cuts)
-
-
-def takes_variances(pipe: Any) -> bool:
-    """Return whether a pipeline cuts off the variances that its scheduler needs; ValueError if its model has none."""
-    is_dit = any(kind.__name__ == "DiTPipeline" for kind in type(pipe).__mro__)
-    if not is_dit or not learns_range(pipe.scheduler):
-        return False
-    check_variances(pipe.transformer.config)
-    return True
 
 
 def cfg_by_default(pipe_or_transformer: Any, module: nn.Module) -> bool:
@@ -256,7 +246,6 @@ def parallelize(
         own, preferences = choices(mesh, Preferences(**names), native, cfg)
         modules = transformers_of(pipe_or_transformer)
         check_kind("cuts", cuts, Cuts, Mapping, type(None), expected="seqpar.families.Cuts, or diffusers' _cp_plan")
-        takes_variances(pipe_or_transformer)
         sharing.check_mode(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
         _check_precision(precision, calibrate, native, modules, ranks, is_lossy(local))
         if is_lossy(local) and calibrate is None and (reason := fixed_run(pipe_or_transformer)[1]) is not None:
@@ -297,8 +286,6 @@ def parallelize(
             call.keeps_attention = partial(keeps_dtype, pipe_or_transformer, attention_steps)
         if handle.mesh.is_main:
             say(_summary(call))
-    if takes_variances(pipe_or_transformer):
-        handle.ends.callback(pass_variances(pipe_or_transformer))
 
     # the VAE takes rank 0's input and, as asked for, computes on all ranks until the release
     def calls() -> list[ShardedCall]:

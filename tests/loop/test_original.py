@@ -11,22 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
-from torch import Tensor, nn
+from torch import Tensor
 
-from seqpar import DistributedDiT, Guidance, parallelize, release, sample
-from seqpar.loading.schedulers import pass_variances, spaced
+from seqpar import Guidance, sample
+from seqpar.loading.schedulers import spaced
 from seqpar.loop import steppers
 from seqpar.loop.loop import Sampler
 from seqpar.loop.request import Request
 from seqpar.loop.run import begin
 from seqpar.loop.steppers import OneStep
-from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.classes import Files
 from tests.conftest import DEVICE
-from tests.graphs.test_distributed import local
 from tests.loop.test_sampling import ALONE, LABELS, LEARNED, SOME, Layout, engine, guided, scheduler, settings
-from tests.support.meshes import mesh_for
 from tests.support.original import Process, exact
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
@@ -155,83 +151,7 @@ def test_noise_in_chunks_restarts_and_further_steps_change_no_bit(monkeypatch: p
         assert run is sampler._run
 
 
-class Lookalike(nn.Module):
-    """A decoder that returns its input."""
-
-    class config:  # noqa: N801
-        scaling_factor = 1000.0
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def decode(self, latents: Tensor) -> Any:
-        return type("Decoded", (), {"sample": latents})
-
-
-def inside_diffusers(rank: int, world: int, device: torch.device, how: str) -> Tensor | str:
-    """Return the latents of diffusers' DiTPipeline; how: what passes the variances on, if anything does.
-
-    Without a generator of steps, the default one draws their noise, and rank 0's must count.
-    """
-    model, mesh = diffusers_dit(classes=1000).to(device), mesh_for("ulysses", world, device)
-    dit: Any = model if how == "parallelize" else DistributedDiT(model, mesh, local=local(device))
-    pipe: Any = DiTPipeline(dit, Lookalike(device), exact(learned()))  # pyright: ignore[reportArgumentType]
-    pipe.set_progress_bar_config(disable=True)
-    if how == "parallelize":
-        parallelize(pipe, mesh)
-    elif how != "nothing":
-        pass_variances(pipe, torch.Generator().manual_seed(5) if how == "generator" else None)
-    torch.manual_seed(5 + rank)
-    try:
-        made = pipe(LABELS[:2], 3.0, torch.Generator().manual_seed(2), STEPS, output_type="pt").images
-    except TypeError as error:
-        return str(error)
-    if how == "parallelize":
-        release(pipe)
-        assert "step" not in vars(pipe.scheduler)
-        assert not model._forward_hooks
-    return (2 * made.double() - 1).cpu() * Lookalike.config.scaling_factor
-
-
-def by_hand() -> Tensor:
-    """Return the latents of the original's loop, which draws noise for both halves of the batch."""
-    model, generator = diffusers_dit(classes=1000).to(DEVICE), torch.Generator().manual_seed(5)
-    timesteps = list(range(0, 1000, 1000 // STEPS))[:STEPS]
-    x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(DEVICE)
-    labels = torch.tensor([*LABELS[:2], 1000, 1000], device=DEVICE)
-    for i, t in reversed(list(enumerate(timesteps))):
-        out = model(torch.cat((x, x)), timestep=torch.full((4,), t, device=DEVICE), class_labels=labels).sample
-        c, u = out.chunk(2)
-        z = torch.randn(4, 4, 8, 8, generator=generator, dtype=torch.float64).to(x)[:2] if i else x
-        x = Process(timesteps).p_sample(torch.cat(((u + 3.0 * (c - u))[:, :4], c[:, 4:]), 1), x, i, z)
-    return x.cpu()
-
-
-def test_diffusers_dit_pipeline_samples_with_variances(ranks: Pool) -> None:
-    """The pipeline clamps pictures to 0 ... 1, so the scaling factor makes them small."""
-    truth = by_hand()
-    assert float(truth.abs().max()) < Lookalike.config.scaling_factor
-    for world in (1, 2):
-        for got in ranks.run(world, inside_diffusers, "generator"):
-            assert float((got - truth).abs().max() / truth.abs().max()) < 1e-9
-    assert "NoneType" in ranks.run(1, inside_diffusers, "nothing")[0]  # diffusers cuts the variances off
-
-
-def test_a_parallelized_dit_pipeline_samples_with_variances_until_it_is_released(ranks: Pool) -> None:
-    (truth,) = ranks.run(1, inside_diffusers, "default")
-    for got in ranks.run(2, inside_diffusers, "parallelize"):
-        assert float((got - truth).abs().max() / truth.abs().max()) < 1e-9
-    model, plain = diffusers_dit(learned_sigma=False), Lookalike(torch.device("cpu"))
-    pipe = DiTPipeline(model, plain, learned())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="'learned_range' with a model of 4 output channels, expected 8"):
-        parallelize(pipe, Mesh.single())
-    assert "forward" not in vars(model)
-
-
 def test_variances_are_taken_where_the_model_predicts_them() -> None:
-    with pytest.raises(ValueError, match="with DDPMScheduler, expected DDPMScheduler with variance_type"):
-        pass_variances(type("Pipe", (), {"scheduler": scheduler("DDPMScheduler")}))
     files = Files.locate("builtin")  # it predicts no variances
     assert files.scheduler("DDPMScheduler").config.variance_type == "fixed_small"
     assert len(files.schedule("DDPMScheduler", 9, respacing="ddim25").timesteps) == 25

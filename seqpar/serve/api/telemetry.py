@@ -96,7 +96,7 @@ def _module(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Span:
-    """A span of the API, None where it is not installed. Times are seconds of the wall clock."""
+    """A span of the API, None where none is recorded. Times are seconds of the wall clock."""
 
     real: Any
 
@@ -104,7 +104,8 @@ class Span:
     def begun() -> Span:
         """Begin the span of a job, in the context of its request."""
         trace = _module("trace")
-        return Span(None if trace is None else trace.get_tracer(NAME).start_span(f"{NAME}.job"))
+        span = None if trace is None else trace.get_tracer(NAME).start_span(f"{NAME}.job")
+        return Span(span if span is not None and span.is_recording() else None)
 
     def part(self, name: str, start_s: float, end_s: float, **facts: object) -> Span:
         """Record a finished span within this one, and return it."""

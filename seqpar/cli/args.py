@@ -35,6 +35,14 @@ class Options:
     image: Annotated[tuple[str, ...], Flag("FILE")] = ()
     """Input images (PNG, JPEG, WebP) for edit and image-to-video models; some take several. Text-to-image models run
     image-to-image with --strength."""
+    mask: Annotated[str | None, Flag("FILE")] = None
+    """Mask of the --image, of its size: what is transparent, or white in a file without transparency, is repainted."""
+    controlnet: Annotated[str | None, Flag("NAME")] = None
+    """ControlNet of the model: a folder of diffusers' format, or a Hub id."""
+    control_image: Annotated[str | None, Flag("FILE")] = None
+    """Image that the ControlNet follows, such as edges or a pose."""
+    control_scale: float | None = None
+    """Weight of the ControlNet, 0 to 10 [1]."""
     strength: float | None = None
     """Image-to-image strength, 0 to 1; earlier steps are skipped [the pipeline's]."""
     repeat: int = 1
@@ -252,7 +260,8 @@ COMMANDS: dict[str, type] = {
 }
 # title of a part of the help -> its flags; the help of a command begins with flags that are in none
 GROUPS = {
-    "What to make": ("prompt", "negative_prompt", "image", "strength", "size", "frames", "fps", "seed", "repeat"),
+    "What to make": ("prompt", "negative_prompt", "size", "frames", "fps", "seed", "repeat"),
+    "Input images": ("image", "strength", "mask", "controlnet", "control_image", "control_scale"),
     "Model": ("model", "lora", "steps", "preset", "guidance", "true_guidance", "scheduler", "eta"),
     "Models of classes (DiT, Large-DiT)": ("classes", "guidance_channels", "respacing"),
     "How to split": ("gpus", "ranks", "card", "hosts", "mesh", "strategy", "transport", "local", "vae"),

@@ -8,20 +8,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from PIL import Image
 
 from seqpar.cli.args import Args, DryRun, Options, PlanArgs
+from seqpar.loading.folder import open_controlnet
 from seqpar.loading.lora import parse as parse_lora
-from seqpar.loading.names import published_of, resolve
+from seqpar.loading.names import controlnet_of, published_of, resolve
 from seqpar.mesh.mesh import Axis, Mesh, default_dtype
 from seqpar.pipelines.find import find, published
-from seqpar.pipelines.image_files import Picture, read
-from seqpar.pipelines.pictures import check_encoder, check_writable, numbered, pictures_of_rank_0
+from seqpar.pipelines.image_files import Picture, decoded_mask, read
+from seqpar.pipelines.pictures import check_encoder, check_writable, numbered, shared
 from seqpar.pipelines.planning import EDITED
-from seqpar.pipelines.protocol import GenerationRequest, Job, Source, as_text, scales
+from seqpar.pipelines.protocol import GenerationRequest, Job, Source, as_text, inputs_of, scales
 from seqpar.planner.explain import explain
 from seqpar.planner.plan import check_names, is_lossy, parse_mesh, rank, transport_between
 from seqpar.planner.predict import EIGHT_SPEED
@@ -57,6 +59,8 @@ RANGES = {  # of flags that are numbers; most stand for an amount of work or mem
     "seed": (0, 2**63 - 1),
 }
 MOST_PICTURES = 65_536  # in one run; the next --seed makes others
+MOST_INPUTS = 16  # files of --image
+MOST_SCALE = 10  # of a ControlNet
 LEAST_STRENGTH = 0.001  # which makes a step of any number of them
 MOST_SIDE = 131_072  # pixels of a --size
 MOST_PLANNED = (512, 1024)  # GPUs of one plan, and of all plans of a command: time grows with the square of a number
@@ -69,7 +73,9 @@ def checked(args: Args, mesh: Mesh) -> Job:
     Rank 0 looks for the model first, so that the hub is asked once for a name that it does not know.
     """
     mesh.on_all_ranks(lambda: check_flags(args))
-    pictures = pictures_of_rank_0(args.image, mesh)
+    pictures = shared(lambda: pictures_of(args), mesh)
+    if (net := args.controlnet) is not None:  # other ranks then find what rank 0 has downloaded
+        mesh.on_rank_0(lambda: str(controlnet_of(net)), str)
     path = None
     if mesh.world.size > 1 and (args.dry_run is None or published_of(args.model) is None):
         path, why = _resolved(args.model) if mesh.is_main else (None, None)
@@ -93,9 +99,24 @@ def _resolved(name: str) -> tuple[Path | None, str | None]:
         return None, str(error)
 
 
+def pictures_of(args: Args) -> list[Picture]:
+    """The input images, the one that a ControlNet follows, and the mask; ValueError for files that are none."""
+    pictures = [*map(read, args.image)]
+    if args.control_image is not None:
+        pictures.append(read(args.control_image, "--control-image"))
+    if args.mask is not None:
+        mask, (height, width) = read(args.mask, "--mask", partial(decoded_mask, white=True)), pictures[0].size
+        if mask.size != (height, width):
+            size = "x".join(map(str, mask.size))
+            raise ValueError(f"got --mask {args.mask} of {size} pixels, expected the image's {height}x{width}")
+        pictures.append(mask)
+    return pictures
+
+
 def check_flags(args: Args) -> None:
     """Raise ValueError for flags that are wrong whatever the model is."""
     _check_ranges(args)
+    _check_inputs(args)
     check_names(args.strategy, args.local, args.transport)
     check_steps(args.attention_steps, is_lossy(args.local), args.min_psnr)
     parse_size(args.size)
@@ -113,11 +134,14 @@ def check_flags(args: Args) -> None:
 def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[Picture] | None = None) -> Job:
     """The job that the flags describe; `ValueError` for any flag that is wrong. Reads headers of files, no weights.
 
-    path: what the model's name stands for, if that is known. pictures: those of `--image`; None reads them here.
+    path: what the model's name stands for, if that is known. pictures: those of `pictures_of`; None reads them here.
     """
     check_flags(args)
     source = _source(args, path)
-    request = request_of(args, mesh, tuple(map(read, args.image)) if pictures is None else pictures)
+    if args.controlnet is not None:
+        net = open_controlnet(controlnet_of(args.controlnet))
+        source = source.having({args.controlnet: net}, all_fit=True)
+    request = request_of(args, mesh, pictures_of(args) if pictures is None else pictures)
     job = source.check(request if args.dry_run is None else _completed(request, source))
     if args.dry_run is None:
         if job.why_not_run is not None:
@@ -143,7 +167,7 @@ def outputs(args: Args, job: Job) -> list[Path]:
 def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> GenerationRequest:
     """The pictures that the flags ask for; `ValueError` for a --size that is none and a precision that cannot be here.
 
-    pictures: those of `--image`.
+    pictures: those of `pictures_of`.
     """
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
@@ -156,7 +180,7 @@ def request_of(args: Args, mesh: Mesh, pictures: Sequence[Picture] = ()) -> Gene
         negative=args.negative_prompt,
         size=parse_size(args.size),
         loras=tuple(map(parse_lora, args.lora)),
-        images=tuple(pictures),
+        **inputs_of(pictures, args.controlnet, args.control_scale),
         attention_steps=args.attention_steps,
         planned=args.dry_run is not None,
     )
@@ -200,6 +224,22 @@ def _check_ranges(args: Args) -> None:
         )
     if args.vae == "strips" and args.exact:
         raise ValueError("got --vae strips with --exact, expected pictures: strips round sums in another order")
+
+
+def _check_inputs(args: Args) -> None:
+    if len(args.image) > MOST_INPUTS:
+        raise ValueError(f"got --image with {len(args.image)} pictures, expected at most {MOST_INPUTS}")
+    if args.mask is not None and len(args.image) != 1:
+        raise ValueError(f"got --mask {args.mask} with {len(args.image)} pictures; add one --image, which it repaints")
+    if (args.controlnet is None) != (args.control_image is None):
+        missing = "--controlnet" if args.controlnet is None else "--control-image"
+        raise ValueError(f"--controlnet and --control-image need each other; add {missing}")
+    if args.control_scale is None:
+        return
+    if args.controlnet is None:
+        raise ValueError(f"got --control-scale {args.control_scale:g} without --controlnet; add one, or leave it out")
+    if not 0 <= args.control_scale <= MOST_SCALE:
+        raise ValueError(f"got --control-scale {args.control_scale:g}, expected 0 to {MOST_SCALE}")
 
 
 def _check_counts(counts: Sequence[int]) -> None:

@@ -52,9 +52,10 @@ class RandomModel:
 RANDOM_MODELS = {name: RandomModel(name, *fields) for name, fields in _find.RANDOM_MODELS.items()}
 
 
+ONE_MODEL = ("config.json", "diffusion_pytorch_model*")
 # a pipeline's parts, without files of other formats at the top of many repositories
 DOWNLOADED = [
-    *("model_index.json", "modular_model_index.json", "config.json", "diffusion_pytorch_model*"),
+    *("model_index.json", "modular_model_index.json", *ONE_MODEL),
     *("transformer/*", "transformer_2/*", "unconditional_transformer/*", "unet/*", "vae/*", "scheduler/*"),
     *("text_encoder/*", "text_encoder_2/*", "text_encoder_3/*", "tokenizer/*", "tokenizer_2/*", "tokenizer_3/*"),
     *("text_decoder/*", "text_tokenizer/*", "clip_tokenizer/*", "clip_image_processor/*"),
@@ -76,20 +77,21 @@ def download(
     models: Sequence[str] = (),
     files: Sequence[str] = DOWNLOADED,
     revision: str | None = None,
+    what: str = "model",
 ) -> Path:
     """Return the folder of a hub id, downloaded or from the cache; ValueError, with a line, if there is none.
 
     random, models: the names that were tried before, for the message: random models, and those of the package. files:
-    patterns of their names.
+    patterns of their names. what: the name stands for, for the message.
     """
     names = {known.lower(): known for known in (*models, *random, *PUBLISHED)}
     names |= {short_name(known): known for known in PUBLISHED}
     near = get_close_matches(name.lower()[:SHOWN], names, 1, NEAR)
     known = f"; did you mean {names[near[0]]}?" if near else ""
     if not re.fullmatch(ID, name):
-        known = known or f"; models with random weights: {', '.join(random)}"
+        known = known or (f"; models with random weights: {', '.join(random)}" if random else "")
         short = repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}...")
-        raise ValueError(f"got model {short}: there is no such path{known}")
+        raise ValueError(f"got {what} {short}: there is no such path{known}")
     reason = None
     try:
         with errors_only(logging):
@@ -101,8 +103,8 @@ def download(
     except (*NETWORK, errors.HFValidationError) as error:
         if reason is not None and isinstance(error, errors.LocalEntryNotFoundError):
             nowhere = "no files of it were downloaded before, and there is no such path"
-            raise ValueError(f"got model {name!r}: {reason}, {nowhere}{known}") from error
-        raise ValueError(f"got model {name!r}, which cannot be downloaded from the hub: {_first(error)}") from error
+            raise ValueError(f"got {what} {name!r}: {reason}, {nowhere}{known}") from error
+        raise ValueError(f"got {what} {name!r}, which cannot be downloaded from the hub: {_first(error)}") from error
 
 
 def _why_not(name: str) -> str | None:
@@ -236,6 +238,11 @@ def resolve(name: str | Path) -> Path | None:
         path = download(str(name), _random_models(), list(NAMES))
     check_format(path)
     return path
+
+
+def controlnet_of(name: str) -> Path:
+    """Return the path of a ControlNet. A hub id is downloaded; ValueError if nothing has this name."""
+    return Path(name) if Path(name).exists() else download(name, (), files=ONE_MODEL, what="ControlNet")
 
 
 def _random_models() -> list[str]:

@@ -23,8 +23,7 @@ SLIGHT = 0.02  # a change of the ratio of a picture's sides that cannot be seen
 AREA = "max_area"  # the argument of pipelines that keep the shape of a size, but not its pixels
 MASK, CONTROL = "mask_image", "control_image"  # arguments of a pipeline's call
 OTHERS = {
-    MASK: "a mask, which no flag names",
-    CONTROL: "a picture that controls another, which no flag names",
+    CONTROL: "an image that controls another without a ControlNet of its own",
     "layers": "a number of layers, which no file here holds",
 }
 
@@ -41,6 +40,8 @@ def taking_images(request: GenerationRequest, caller: Any, index: Mapping[str, A
         raise ValueError(f"{len(request.pictures)} results, but {kind.__name__} takes one prompt; run it once for each")
     if request.mask is not None or request.control is not None:
         return _with_inputs(request, kind)
+    if MASK in parameters and not request.planned:
+        raise ValueError(f"--model {request.model} needs --image and --mask: {kind.__name__} repaints part of an image")
     for name, what in OTHERS.items():
         if name in parameters and not request.planned:
             raise ValueError(f"got a {kind.__name__}, which takes {what}; load it by seqpar.load, and call it yourself")

@@ -14,6 +14,7 @@ from torch import Tensor
 from seqpar.loading import schedulers as _schedulers
 from seqpar.loading.checkpoint import Fitted
 from seqpar.loading.errors import context
+from seqpar.loading.names import building
 from seqpar.pipelines.pictures import Sound
 from seqpar.pipelines.protocol import Estimates, as_text
 from seqpar.vae.shared import looked_at
@@ -21,7 +22,7 @@ from seqpar.vae.shared import looked_at
 
 def loaded_control(fitted: Fitted, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a ControlNet, which every rank reads and computes whole; ValueError if it does not load."""
-    with context(f"got ControlNet {fitted.path}, which does not load"):
+    with context(f"got ControlNet {fitted.path}, which does not load"), building():
         net = fitted.kind.from_pretrained(fitted.path, dtype=dtype, use_safetensors=True).to(device).eval()
     fitted.checkpoint.check_unchanged()
 
@@ -37,7 +38,7 @@ def with_parts_of(pipe: Any, kind: Any, **more: Any) -> Any:
     """Return a pipeline of another class with the same parts; diffusers' own `from_pipe` changes their dtypes."""
     names = inspect.signature(kind.__init__).parameters
     parts = {name: part for name, part in (*pipe.config.items(), *pipe.components.items()) if name in names}
-    return kind(**parts, **more)
+    return kind(**parts | more)
 
 
 def sounds_of(pipe: Any, result: Any) -> list[Sound]:

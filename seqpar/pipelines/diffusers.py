@@ -187,12 +187,14 @@ class Source:
             if request.attention_steps is not None:
                 check_counts(scheduler)
 
-    def having(self, controls: Mapping[str, Fitted]) -> Source:
+    def having(self, controls: Mapping[str, Fitted], all_fit: bool = False) -> Source:
         fitting = dict[str, Fitted]()
         for name, net in controls.items():
             try:
                 check_control(controlled(self.parts.kind), net, self.parts.config)
-            except ValueError:
+            except ValueError as error:
+                if all_fit:
+                    raise ValueError(f"ControlNet {name} does not fit: {error}") from None
                 continue
             fitting[name] = net
         return replace(self, controls=fitting)
@@ -319,6 +321,16 @@ class DiffusersJob:
             for placed, layers in changed.items()
         }
 
+    @property
+    def folder_kind(self) -> Any:
+        """The class that loads, whose parts the folder has: a ControlNet is none of them."""
+        return self.kind if self.request.control is None else self.source.parts.kind
+
+    def joined(self, pipe: Any, controls: Mapping[str, Any]) -> Any:
+        """Return the pipeline of this job's class with the parts of another one, and its ControlNet."""
+        control = self.request.control
+        return with_parts_of(pipe, self.kind, **({} if control is None else {"controlnet": controls[control.name]}))
+
     def load_pipeline(
         self, mesh: Mesh, encode: Sequence[Callable[[Any], object]] = (), look: Callable[[Any], object] = id
     ) -> Any:
@@ -331,12 +343,12 @@ class DiffusersJob:
         if isinstance(random := parts.source, RandomModel):
             if self.request.park and mesh.is_main:
                 say(f"not parked: {random.name}, whose weights are read from no file")
-            pipe = mesh.on_all_ranks(lambda: random_pipeline(random, self.kind, dtype, mesh.device))
+            pipe = mesh.on_all_ranks(lambda: random_pipeline(random, self.folder_kind, dtype, mesh.device))
             look(pipe)
             return pipe
         eight = self.request.precision is not None
         more: Any = {"park": self.request.park, "preset": self.request.preset}
-        pipe = load_pipeline(parts, self.kind, dtype, mesh, loras, encode, expected, eight, **more)
+        pipe = load_pipeline(parts, self.folder_kind, dtype, mesh, loras, encode, expected, eight, **more)
         look(pipe)
         reason = lora_files.merge(pipe, loras) if loras else None
         if reason is not None and mesh.is_main:
@@ -365,6 +377,7 @@ class DiffusersJob:
         def encode(pipe: Any) -> None:
             report = on_encode or no_event
             report(0)
+            pipe = pipe if self.request.control is None else self.joined(pipe, controls)
             at_first_call(pipe, lambda: report(self.texts))
             hide_bars(pipe)
             self.call(pipe, self.call_arguments(mesh.device), mesh)
@@ -386,6 +399,9 @@ class DiffusersJob:
                 kept, cache = budgeted(mesh, modules, calibrations, budget)
                 calibrations.update(kept)
 
+        controls = dict[str, Any]()
+        for name, fitted in self.source.controls.items():
+            controls[name] = mesh.on_all_ranks(partial(loaded_control, fitted, self.request.dtype, mesh.device))
         runs = () if on_encode is None else (encode, *((encode_fixed,) if precision is not None or attention else ()))
         pipe = self.load_pipeline(mesh, runs, look)
         merging = lora_files.switched(pipe, loras, mesh) if loras else None
@@ -400,10 +416,9 @@ class DiffusersJob:
         hidden = on_encode is None or self.why_no_steps is None or not mesh.is_main
         hide_bars(pipe, hidden)
         once = on_encode is not None
-        model = DiffusersModel(mesh, plan, {self.kind: pipe}, pipe.scheduler, vae, merging, reason, once)
+        pipes = {self.folder_kind: pipe}
+        model = DiffusersModel(mesh, plan, pipes, pipe.scheduler, vae, merging, reason, once, controls)
         pipe.scheduler = self.scheduler_of(pipe.scheduler)
-        for name, fitted in self.source.controls.items():
-            model.controls[name] = mesh.on_all_ranks(partial(loaded_control, fitted, self.request.dtype, mesh.device))
         return model
 
     def fixed_run(self, pipe: Any, device: torch.device) -> FixedRun | None:
@@ -411,7 +426,7 @@ class DiffusersJob:
 
         It is that of the folder's class, whatever class the images of the request need.
         """
-        pipe = pipe if self.kind is self.source.parts.kind else with_parts_of(pipe, self.source.parts.kind)
+        pipe = pipe if self.folder_kind is self.source.parts.kind else with_parts_of(pipe, self.source.parts.kind)
         if self.random is None:
             return fixed_run(pipe)[0]
         texts = self.random.encoded(len(PROMPTS), 0)
@@ -494,7 +509,7 @@ class DiffusersModel:
     merging: Any
     why_rounded: str | None
     once: bool
-    controls: dict[str, Any] = field(default_factory=dict[str, Any])
+    controls: Mapping[str, Any]
 
     def __enter__(self) -> Self:
         return self
@@ -512,6 +527,10 @@ class DiffusersModel:
         notes += [] if job.preset is None else [("preset", f"{job.preset.name}: {job.preset}")]
         notes += [("lora", str(lora)) for lora in job.request.loras]
         notes += [("image", shown_image(image, job.arguments, parameters)) for image in job.request.images]
+        notes += [] if job.request.mask is None else [("mask", str(job.request.mask))]
+        if (control := job.request.control) is not None:
+            size = "x".join(map(str, control.picture.size))
+            notes.append(("control", f"{control.name} at {control.scale:g}: {control.picture}, {size} pixels"))
         if job.video and job.request.fps is None and RATE not in parameters and own_rate(job.caller) is None:
             notes.append(("fps", f"{FPS} frames per second, as most models: the files name no number; use --fps"))
         if (length := parameters.get("max_sequence_length")) is not None:
@@ -539,6 +558,10 @@ class DiffusersModel:
             facts["cache"] = [str(steps.options) for steps in caches if steps is not None]
         if job.request.images:
             facts["images"] = [image.facts for image in job.request.images]
+        if job.request.mask is not None:
+            facts["mask"] = job.request.mask.facts
+        if (control := job.request.control) is not None:
+            facts["control"] = {"name": control.name, "scale": control.scale, "image": control.picture.facts}
         return facts | ({"fps": job.fps} if job.video else {})
 
     def verified(self, job: DiffusersJob, evaluations: int) -> tuple[Any, dict[str, Any]]:
@@ -569,8 +592,8 @@ class DiffusersModel:
 
     def generate(self, job: DiffusersJob, events: Events) -> Result:
         pipe = self._pipe(job)
-        if self.once:
-            forget_encoders(pipe)
+        for one in self.pipes.values() if self.once else ():
+            forget_encoders(one)
         before, pipe.scheduler = pipe.scheduler, job.scheduler_of(self.scheduler)
         started = computed_steps(pipe)
         try:
@@ -591,8 +614,7 @@ class DiffusersModel:
         control = job.request.control
         key = job.kind if control is None else (job.kind, control.name)
         if key not in self.pipes:
-            more = {} if control is None else {"controlnet": self.controls[control.name]}
-            self.pipes[key] = with_parts_of(next(iter(self.pipes.values())), job.kind, **more)
+            self.pipes[key] = job.joined(next(iter(self.pipes.values())), self.controls)
             hide_bars(self.pipes[key])
             if self.why_rounded is None:
                 keep_fp32(self.pipes[key])

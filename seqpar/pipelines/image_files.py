@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -46,13 +47,14 @@ def digest(pixels: bytes) -> str:
     return hashlib.sha256(pixels).hexdigest()[:16]
 
 
-def read(name: str) -> Picture:
-    what = f"--image {name}"
+def read(name: str, flag: str = "--image", decode: Callable[[str, IO[bytes]], Image.Image] | None = None) -> Picture:
+    """Return the picture in a file; ValueError for one that cannot be read. decode: None is `decoded`."""
+    what = f"{flag} {name}"
     if Path(name).is_fifo():  # reading one would wait for who writes it
         raise ValueError(f"got {what}, which is a pipe, expected a file")
     try:
         with open(name, "rb") as file:
-            return Picture(name, decoded(what, file))
+            return Picture(name, (decode or decoded)(what, file))
     except OSError as error:
         raise ValueError(f"got {what}, which cannot be read: {error.strerror}; name a picture") from error
 
@@ -69,15 +71,19 @@ def decoded(what: str, file: IO[bytes]) -> Image.Image:
     return image.convert("RGB")
 
 
-def decoded_mask(what: str, file: IO[bytes]) -> Image.Image:
+def decoded_mask(what: str, file: IO[bytes], white: bool = False) -> Image.Image:
     """Return the mask in an open file as L: 255 where it is transparent, which is repainted.
 
-    ValueError as `decoded`, and for a file without transparency.
+    white: whether a file without transparent pixels is white where it is repainted. ValueError as `decoded`, and for a
+    file without transparency unless `white` is true.
     """
     image = _opened(what, file)
-    if not image.has_transparency_data:
+    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    if white and (alpha is None or alpha.getextrema() == (255, 255)):
+        return image.convert("L")
+    if alpha is None:
         raise ValueError(f"got {what} without transparency, expected transparent pixels where the image is repainted")
-    return ImageOps.invert(image.convert("RGBA").getchannel("A"))
+    return ImageOps.invert(alpha)
 
 
 def _opened(what: str, file: IO[bytes]) -> Image.Image:

@@ -121,8 +121,10 @@ class Files:
     def controls(self) -> dict[str, Any]:
         return {}
 
-    def having(self, controls: Mapping[str, Any]) -> Self:
-        return self  # none fits
+    def having(self, controls: Mapping[str, Any], all_fit: bool = False) -> Self:
+        if all_fit and controls:
+            raise ValueError(f"ControlNet {next(iter(controls))} does not fit: this model takes none")
+        return self
 
     @property
     def class_labels(self) -> Mapping[int, tuple[str, ...]]:

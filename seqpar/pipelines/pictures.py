@@ -29,7 +29,7 @@ from torch import Tensor
 
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
-from seqpar.pipelines.image_files import Picture, read
+from seqpar.pipelines.image_files import Picture
 
 SHOWN = 128  # pixels; smaller images are enlarged so that they can be seen
 GAP = 8
@@ -222,14 +222,7 @@ def _bytes(frame: Any) -> np.ndarray:
 
 # Input images -------------------------------------------------------------------------------------------------
 
-MOST_PICTURES = 16
 NUMBER = 5  # digits of a picture's number, which stand before its name while it travels
-
-
-def pictures_of_rank_0(names: Sequence[str], mesh: Mesh) -> tuple[Picture, ...]:
-    if len(names) > MOST_PICTURES:
-        raise ValueError(f"got --image with {len(names)} pictures, expected at most {MOST_PICTURES}")
-    return shared(lambda: [read(name) for name in names], mesh)
 
 
 def shared(pictures: Callable[[], Sequence[Picture]], mesh: Mesh) -> tuple[Picture, ...]:

@@ -46,6 +46,14 @@ class Control:
     scale: float = 1.0
 
 
+def inputs_of(pictures: Sequence[Picture], controlnet: str | None, scale: float | None) -> dict[str, Any]:
+    """Return the fields of a request that hold its pictures: the mask has one channel, a ControlNet's image is last."""
+    mask = next((x for x in pictures if x.image.mode == "L"), None)
+    images = [x for x in pictures if x is not mask]
+    control = None if controlnet is None else Control(controlnet, images.pop(), 1.0 if scale is None else scale)
+    return {"images": tuple(images), "mask": mask, "control": control}
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """The images that are asked for; None and () leave a choice to the family.
@@ -164,8 +172,11 @@ class Source(Protocol):
         """ControlNets by name."""
         ...
 
-    def having(self, controls: Mapping[str, Any]) -> Self:
-        """Return the same source with the ControlNets of these that fit it."""
+    def having(self, controls: Mapping[str, Any], all_fit: bool = False) -> Self:
+        """Return the same source with the ControlNets of these that fit it.
+
+        all_fit: whether one that does not fit raises ValueError.
+        """
         ...
 
     def schedule(self, name: str | None, steps: int) -> Any:

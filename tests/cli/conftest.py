@@ -37,3 +37,16 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from tests.cli.loras import of_flux
 
     return of_flux(tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="session")
+def pose(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a ControlNet of the tiny FLUX."""
+    from tests.support import pipelines
+
+    sizes = (1, 1, pipelines.HEAD_DIM, pipelines.HEADS)
+    net = pipelines.THEIRS.FluxControlNetModel.from_transformer(
+        pipelines.flux().transformer, *sizes, load_weights_from_transformer=False
+    )
+    pipelines.random_weights(net, 6).save_pretrained(folder := tmp_path_factory.mktemp("pose"))
+    return folder

@@ -51,10 +51,11 @@ def theirs(
     kind: str = "DiffusionPipeline",
     dtype: torch.dtype = torch.float32,
     loras: Mapping[Path, float] | None = None,
+    parts: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> np.ndarray:
     """The picture or video that a class of diffusers alone makes of "a red cat" with seed 3."""
-    pipe: Any = getattr(diffusers, kind).from_pretrained(folder, torch_dtype=dtype)
+    pipe: Any = getattr(diffusers, kind).from_pretrained(folder, torch_dtype=dtype, **(parts or {}))
     pipe.set_progress_bar_config(disable=True)
     for path in loras or ():
         pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=path.stem)

@@ -83,6 +83,54 @@ def test_several_pictures_are_edited_at_the_size_of_the_first(
         assert (abs(pixels(tmp_path / "x.png") - truth).max() > SAME) == differs
 
 
+UPPER = Image.fromarray(np.repeat(np.array([255, 0], np.uint8), HEIGHT // 2)[:, None].repeat(WIDTH, 1))
+STARTS: dict[str, tuple[str, ...]] = {  # classes of diffusers, and the flags that need them
+    "FluxInpaintPipeline": ("image", "mask"),
+    "FluxControlNetPipeline": ("control_image",),
+    "FluxControlNetInpaintPipeline": ("image", "mask", "control_image"),
+}
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_masks_and_controlnets_draw_as_in_diffusers_alone(
+    ranks: Pool, folders: Callable[[str], Path], pose: Path, tmp_path: Path, kind: str
+) -> None:
+    folder, size = folders("flux"), {"height": 24, "width": 32}
+    files = {name: str(tmp_path / f"{name}.png") for name in STARTS[kind]}
+    inputs: dict[str, Image.Image] = {"image": picture(), "mask": UPPER, "control_image": picture(100)}
+    for name, file in files.items():
+        inputs[name].save(file)
+    flags: dict[str, Any] = {**files, "size": "24x32", "steps": 4, "guidance": 3.5}
+    flags["image"] = (files["image"],) if "image" in files else ()
+    flags |= {"strength": 0.6} if "image" in files else {}
+    flags |= {"controlnet": str(pose), "control_scale": 0.7} if "control_image" in files else {}
+    args = ordered(folder, tmp_path, **flags, verify=True, out=tmp_path / "x.png")
+    out, _ = ranks.run(1, shown, args)[0]
+    (split, _), silent = ranks.run(2, shown, replace(args, mesh="ulysses=2", out=tmp_path / "two.png"))
+    assert silent == ("", "")
+    assert f"in {kind}" in out
+    assert "verify    every step holds\n" in split
+
+    given = {"mask": "mask_image"}
+    same: Any = {given.get(name, name): inputs[name] for name in files} | size
+    same |= {"num_inference_steps": 4, "guidance_scale": 3.5} | ({"strength": 0.6} if "image" in files else {})
+    if "control_image" in files:
+        same["parts"] = {"controlnet": THEIRS.FluxControlNetModel.from_pretrained(pose)}
+        same["controlnet_conditioning_scale"] = 0.7
+    truth = theirs(folder, kind, **same)
+    assert all(abs(pixels(path) - truth).max() < SAME for path in (args.out, tmp_path / "two.png"))
+    last = given.get([*files][-1], [*files][-1])  # another one is a negative control
+    assert abs(pixels(args.out) - theirs(folder, kind, **same | {last: inputs["image"].rotate(180)})).max() > SAME
+
+    told = parameters(args.out)
+    assert [told[name] for name in ("mask", "controlnet")] == [files.get("mask"), flags.get("controlnet")]
+    if "mask" in files:
+        assert told["chosen"]["mask"] == Picture(files["mask"], UPPER).facts
+    if "control_image" in files:
+        facts = {"name": str(pose), "scale": 0.7, "image": Picture(files["control_image"], picture(100)).facts}
+        assert told["chosen"]["control"] == facts
+
+
 def blocks(frames_FHW3: np.ndarray) -> np.ndarray:
     """Means of 2 x 2 pixels, which share a colour in the file."""
     count, height, width, _ = frames_FHW3.shape
@@ -142,7 +190,7 @@ def test_the_class_that_takes_a_picture(name: str, index: dict[str, Any], sister
         ("WanImageToVideoPipeline", {}, "--model x needs --image"),
         ("QwenImageEditPipeline", {"images": 2}, "--image p p with --model x: QwenImageEditPipeline takes one input"),
         ("FluxPipeline", {"strength": 0.5}, "--strength 0.5 with --model x: it changes an input image; add --image"),
-        ("FluxFillPipeline", {"images": 1}, "got a FluxFillPipeline, which takes a mask"),
+        ("FluxFillPipeline", {"images": 1}, "--model x needs --image and --mask: FluxFillPipeline"),
         ("QwenImageEditPlusPipeline", {"images": 2, "repeat": 2}, "2 results with --image, but QwenImageEdit"),
         # flags that mean another thing to a pipeline
         ("LTXConditionPipeline", {"images": 1, "strength": 0.5}, "--strength 0.5 with --model x: for LTXCond"),

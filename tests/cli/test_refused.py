@@ -32,8 +32,10 @@ from tests.support.meshes import LAYOUTS
 from tests.support.pool import Pool
 
 PICTURE = str(Path(__file__).parents[2] / "docs" / "builtin.png")
+OTHER = str(Path(PICTURE).with_name("comfyui.webp"))  # of another size
 READ = "weights are read"
 A: dict[str, Any] = {"prompt": ("a",)}
+FOLLOWS = {"controlnet": "no-such-net", "control_image": PICTURE}
 NO_LORA = "LoRAs need the folder of a diffusers pipeline for prompts"
 
 
@@ -115,6 +117,17 @@ FLAGS = [
     ({"cache": "dbcache:head=4", "model": "builtin-text", **A}, "--cache dbcache:head=4 with --model builtin-text: "),
     ({"model": "large-dit-3b", "lora": ("style",), "dry_run": (2,)}, NO_LORA),
     ({"model": "random:FLUX.1-dev", "lora": ("style",), **A}, NO_LORA),
+    ({"mask": PICTURE}, f"got --mask {PICTURE} with 0 pictures; add one --image, which it repaints"),
+    ({"mask": PICTURE, "image": (PICTURE,) * 2}, "with 2 pictures; add one --image"),
+    ({"image": (PICTURE,) * 17}, "got --image with 17 pictures, expected at most 16"),
+    ({"control_image": PICTURE}, "--controlnet and --control-image need each other; add --controlnet"),
+    ({"controlnet": "pose"}, "--controlnet and --control-image need each other; add --control-image"),
+    ({"control_scale": 1.0}, "got --control-scale 1 without --controlnet; add one, or leave it out"),
+    *(({**FOLLOWS, "control_scale": scale}, "expected 0 to 10") for scale in (-1.0, 10.5, float("nan"))),
+    (
+        {"mask": PICTURE, "image": (PICTURE,)},
+        f"--image {PICTURE} with --model builtin: this model takes no input image",
+    ),
     ({"profile_steps": 4, "steps": 4}, "got a run of 4 steps, expected at least 5: 1 to warm up, 4 to measure; change"),
     ({"profile_steps": 0}, "got --profile-steps=0, expected a whole number from 1 to 100"),
     ({"profile_steps": 4, "transport": "peer"}, "got --transport peer on CPUs, expected another one for a profile"),
@@ -155,6 +168,23 @@ OF_PROMPTS = [
     ("wan", {**A, "frames": 7}, "got --frames 7, expected 1 more than a multiple of 4, such as 5"),
     ("wan", {**A, "image": (PICTURE,)}, "WanPipeline takes no input image"),
     ("flux", {**A, "image": (PICTURE,), "strength": 2.0}, "got --strength 2.0, expected 0.001 to 1"),
+    ("flux", {**A, "image": (PICTURE,), "mask": OTHER}, f"got --mask {OTHER} of "),
+    ("flux", {**A, "image": (PICTURE,), "mask": "no.png"}, "got --mask no.png, which cannot be read: No such file"),
+    ("wan", {**A, "image": (PICTURE,), "mask": PICTURE}, "no pipeline like WanPipeline takes image and mask_image"),
+    ("flux", {**A, **FOLLOWS}, "got ControlNet 'no-such-net': there is no such path"),
+    ("flux", {**A, **FOLLOWS, "control_image": "no.png"}, "got --control-image no.png, which cannot be read"),
+    (
+        "flux",
+        {**A, **FOLLOWS, "controlnet": "transformer"},
+        "FluxTransformer2DModel, expected a ControlNet of diffusers",
+    ),
+    ("sd3", {**A, **FOLLOWS, "controlnet": "pose"}, "does not fit: StableDiffusion3ControlNetPipeline takes no Flux"),
+    (
+        "pixart",
+        {**A, **FOLLOWS, "controlnet": "pose"},
+        "does not fit: no pipeline like PixArtAlphaPipeline takes a Con",
+    ),
+    ("unidiffuser", {**A, **FOLLOWS, "controlnet": "pose"}, "does not fit: this model takes none"),
     ("flux", {**A, "lora": ("nothing",)}, "got --lora nothing, expected a .safetensors file that exists"),
     ("flux", {**A, "lora": ("bin",)}, "style.bin, expected a .safetensors file that exists"),
     ("flux", {**A, "lora": ("cut",)}, "is truncated or not a safetensors file"),
@@ -218,6 +248,7 @@ def test_flash_attention_without_a_gpu_is_refused_and_right_flags_are_not(
 def test_of_a_pipeline(
     folders: Callable[[str], Path],
     loras: dict[str, Path],
+    pose: Path,
     tmp_path: Path,
     name: str,
     flags: dict[str, Any],
@@ -227,6 +258,8 @@ def test_of_a_pipeline(
     for lora in flags.get("lora", ()):
         file, colon, scale = lora.partition(":")
         given["lora"] = (f"{loras.get(file, file)}{colon}{scale}",)
+    nets = {"pose": str(pose), "transformer": str(folders(name) / "transformer")}
+    given |= {"controlnet": nets.get(flags["controlnet"], flags["controlnet"])} if "controlnet" in flags else {}
     error, _ = told(0, 1, torch.device("cpu"), Args(str(folders(name)), **given))
     assert message in error
     assert "\n" not in error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from PIL import Image
 
 from seqpar.pipelines import image_files as _image_files
-from seqpar.pipelines.image_files import FORMATS, read
+from seqpar.pipelines.image_files import FORMATS, decoded_mask, read
 
 NOISE = torch.randint(256, (40, 50, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
 
@@ -93,3 +95,17 @@ def test_what_is_no_picture_for_a_pipeline_is_refused(tmp_path: Path, monkeypatc
     Image.fromarray(NOISE).save(tmp_path / "x.png")
     with pytest.raises(ValueError, match=r"of 40x50 pixels \(height x width\), expected at most 1999 pixels"):
         read(str(tmp_path / "x.png"))
+
+
+def test_a_mask_is_transparent_or_white_where_the_image_is_repainted(tmp_path: Path) -> None:
+    white = np.zeros((40, 50), np.uint8)
+    white[:20] = 255
+    clear, flat = Image.fromarray(NOISE), Image.fromarray(white).convert("RGB")
+    clear.putalpha(Image.fromarray(255 - white))
+    opaque = flat.convert("RGBA")  # as many programs save it
+    for image in (clear, flat, opaque, Image.fromarray(white)):
+        image.save(tmp_path / "m.png")
+        picture = read(str(tmp_path / "m.png"), "--mask", partial(decoded_mask, white=True))
+        assert np.array_equal(np.asarray(picture.image), white)
+    with pytest.raises(ValueError, match=r"^got mask without transparency, expected transparent"):  # of the server
+        decoded_mask("mask", io.BytesIO((tmp_path / "m.png").read_bytes()))

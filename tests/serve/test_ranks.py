@@ -388,7 +388,7 @@ def of_diffusers(rank: int, world: int, device: torch.device, folder: str, net: 
 
 
 def test_masks_and_controlnets_have_the_bits_of_the_pipelines_of_diffusers(
-    others: Driver, folders: dict[str, Path], ranks: Pool
+    others: Driver, folders: dict[str, Path], ranks: Pool, tmp_path: Path
 ) -> None:
     folder = folders["flux"]
     facts = others.ready.models[0]
@@ -410,6 +410,16 @@ def test_masks_and_controlnets_have_the_bits_of_the_pipelines_of_diffusers(
     made = [asked(takes) for takes in STARTS.values()]
     for right in ranks.run(2, of_diffusers, str(folder), str(folders["pose"])):
         assert [np.array_equal(one, other) for one, other in zip(made, right, strict=True)] == [True] * 4
+    files = {"image": INPUT, "mask_image": UPPER, "control_image": INPUT}
+    for name, pixels in files.items():
+        Image.fromarray(pixels).save(tmp_path / f"{name}.png")
+    for takes, one in zip(STARTS.values(), made, strict=True):  # the command line has the same bits
+        flags = [word for name in takes for word in (f"--{name.removesuffix('_image')}", tmp_path / f"{name}.png")]
+        flags = ["--control-image" if word == "--control" else word for word in flags]
+        flags += ["--strength", 0.6] if "image" in takes else []
+        flags += ["--controlnet", folders["pose"], "--control-scale", 0.7] if "control_image" in takes else []
+        file = sampled(tmp_path / "x.png", "--model", folder, "--size", "24x32", "--steps", 4, *flags)
+        assert np.array_equal(one, np.asarray(Image.open(file)))
     assert not np.array_equal(made[0], asked(STARTS["FluxInpaintPipeline"], mask=255 - UPPER))
     assert not np.array_equal(made[1], asked(STARTS["FluxControlNetPipeline"], input=INPUT[::-1].copy()))
     assert np.array_equal(made[1], asked(STARTS["FluxControlNetPipeline"]))

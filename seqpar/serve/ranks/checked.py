@@ -27,7 +27,7 @@ from seqpar.pipelines.find import find
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.pictures import check_encoder
 from seqpar.pipelines.planning import grid_of
-from seqpar.pipelines.protocol import Control, GenerationRequest, Job, Source
+from seqpar.pipelines.protocol import GenerationRequest, Job, Source, inputs_of
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Preferences
@@ -130,11 +130,7 @@ class CheckedModel:
         return job
 
     def _order(self, request: ImageRequest, images: Sequence[Picture]) -> GenerationRequest:
-        # a mask has one channel, and what a ControlNet follows is the last of the others
-        is_classes, mask = self.source.takes == "classes", next((x for x in images if x.image.mode == "L"), None)
-        colours, control = [x for x in images if x is not mask], None
-        if (name := request.controlnet) is not None:
-            control = Control(name, colours.pop(), 1.0 if request.control_scale is None else request.control_scale)
+        is_classes = self.source.takes == "classes"
         order = GenerationRequest(
             self.example.request.model,
             self.dtype,
@@ -146,9 +142,7 @@ class CheckedModel:
             scheduler=request.scheduler,
             classes=(request.prompt,) if is_classes else (),
             prompts=() if is_classes else (request.prompt,),
-            images=tuple(colours),
-            mask=mask,
-            control=control,
+            **inputs_of(images, request.controlnet, request.control_scale),
             strength=request.strength,
             frames=request.frames,
             fps=request.fps,

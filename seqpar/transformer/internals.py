@@ -1,6 +1,7 @@
 """Private names of torch, diffusers, accelerate and peft that the engine reads, where there is no public one.
 
-Tested with torch 2.11, torch 2.13, torch 2.14, torch 2.15, diffusers 0.42, accelerate 1.2, accelerate 1.15 and peft 0.21.
+Tested with torch 2.11, torch 2.13, torch 2.14, torch 2.15, diffusers 0.42, accelerate 1.2, accelerate 1.15 and
+peft 0.21.
 tests/transformer/test_internals.py has a test for each name, which says what broke with another version.
 """
 

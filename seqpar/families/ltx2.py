@@ -293,7 +293,7 @@ def _to_itself(call: BlockCall, side: Side, h_BlE: Input, skips: bool) -> Input:
 
 def _modulated(
     call: BlockCall, side: Side, x_BlE: Tensor, gate: Vectors | None, branch_BlE: Tensor, norm: Norm
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Input, Input]:
     """Return one side after the branch, and its input where the video reads the sound, and the other way."""
     scale, shift, other_scale, other_shift, _ = side.crossing
     gate = constant(call, 1.0, x_BlE) if gate is None else gate
@@ -301,7 +301,7 @@ def _modulated(
     return x, h, norm_modulate(x, other_shift, other_scale, norm, index_Bl=side.of_token)
 
 
-def _read(call: BlockCall, name: str, attn: Any, asks: tuple[Side, Tensor], tells: tuple[Side, Tensor]) -> Tensor:
+def _read(call: BlockCall, name: str, attn: Any, asks: tuple[Side, Input], tells: tuple[Side, Input]) -> Tensor:
     """Return what one side reads of the other one. asks, tells: a side and its modulated norm."""
     (asking, h), (telling, told), heads = asks, tells, attn.heads
     q = call.matrices[f"{name} q"](h).unflatten(2, (heads, -1))

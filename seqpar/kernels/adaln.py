@@ -13,7 +13,7 @@ Source: adaLN-Zero, DiT (arXiv 2212.09748).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,20 +86,6 @@ CASES: tuple[dict[str, int], ...] = (
 )
 
 
-@overload
-def norm_modulate(
-    x_BlE: Tensor, shift_BE: Vectors, scale_BE: Vectors, norm: Norm, *, index_Bl: Tensor | None = None
-) -> Tensor: ...
-@overload
-def norm_modulate(
-    x_BlE: Tensor,
-    shift_BE: Vectors,
-    scale_BE: Vectors,
-    norm: Norm,
-    *,
-    index_Bl: Tensor | None = None,
-    rounding: Rounding | None,
-) -> Tensor | Rows8: ...
 def norm_modulate(
     x_BlE: Tensor,
     shift_BE: Vectors,
@@ -118,33 +104,6 @@ def norm_modulate(
     return chosen(x_BlE, None, shift_BE, scale_BE, norm, index_Bl=index_Bl, rounding=rounding)[1]
 
 
-@overload
-def gate_norm_modulate(
-    x_BlE: Tensor,
-    gate_BE: Vectors,
-    branch_BlE: Branch,
-    shift_BE: Vectors,
-    scale_BE: Vectors,
-    norm: Norm,
-    *,
-    index_Bl: Tensor | None = None,
-    keep: bool = True,
-    branch_norm: BranchNorm | None = None,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def gate_norm_modulate(
-    x_BlE: Tensor,
-    gate_BE: Vectors,
-    branch_BlE: Branch,
-    shift_BE: Vectors,
-    scale_BE: Vectors,
-    norm: Norm,
-    *,
-    index_Bl: Tensor | None = None,
-    keep: bool = True,
-    branch_norm: BranchNorm | None = None,
-    rounding: Rounding | None,
-) -> tuple[Tensor, Tensor | Rows8]: ...
 def gate_norm_modulate(
     x_BlE: Tensor,
     gate_BE: Vectors,

@@ -110,7 +110,7 @@ def modulated(x: Tensor, gated: Gated | None, shift: Any, scale: Any, norm: Norm
     return x, h * (1 + scale[:, None]) + shift[:, None]
 
 
-def of_adaln(x: Tensor, gated: Gated | None, shift: Tensor, scale: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+def of_adaln(x: Tensor, gated: Gated | None, shift: Tensor, scale: Tensor, norm: Norm) -> tuple[Tensor, Any]:
     if gated is None:
         return x, adaln.norm_modulate(x, shift, scale, norm)
     gate, branch, own = gated

@@ -1,25 +1,19 @@
-"""Names of earlier versions: import paths still work, with a warning; arguments and flags raise, with the successor."""
+"""Names of earlier versions: import paths, arguments and flags raise, with the successor."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any, TypeVar
 
-# old path -> (module that has the names now, path to import them from); packages that hold old paths have none
+# import path of earlier versions -> where its names are
 MOVED = {
-    "seqpar.adapter": None,
-    "seqpar.adapter.cuts": ("seqpar.families._cuts", "seqpar.families"),
-    "seqpar.adapter.passing": ("seqpar.transformer.parallelize", "seqpar.transformer.parallelize"),
-    "seqpar.engine": None,
-    "seqpar.engine.boundary": ("seqpar.mesh.boundary", "seqpar.mesh.boundary"),
-    "seqpar.pipelines.class_labels": ("seqpar.pipelines.classes", "seqpar.pipelines.classes"),
+    "seqpar.adapter": "seqpar.families (Cuts) and seqpar.transformer.parallelize (passing)",
+    "seqpar.engine": "seqpar.mesh.boundary (StepBoundary)",
+    "seqpar.pipelines.class_labels": "seqpar.pipelines.classes",
 }
 
 # function or class -> argument of earlier versions -> what to use
@@ -55,27 +49,14 @@ def successors(target: T) -> T:
     return result
 
 
-class MovedModules(MetaPathFinder, Loader):
-    """Finds the modules of `MOVED` and fills them with the names of their successors."""
+class MovedModules(MetaPathFinder):
+    """Raises ModuleNotFoundError, with the successor, where a path of `MOVED` is imported."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in MOVED:
-            return None
-        return ModuleSpec(fullname, self, is_package=MOVED[fullname] is None)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if (moved := MOVED[module.__name__]) is None:
-            return
-        successor, public = moved
-        warnings.warn(f"{module.__name__} moved to {public}; the old path will go", FutureWarning, stacklevel=2)
-        names = vars(importlib.import_module(successor))
-        vars(module).update(
-            {name: x for name, x in names.items() if not name.startswith("__") or name == "__getattr__"}
-        )
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname in MOVED:
+            raise ModuleNotFoundError(f"{fullname} has moved; import from {MOVED[fullname]}", name=fullname)
 
 
 def install() -> None:
-    """Let `import` find the modules of `MOVED`."""
+    """Let `import` name the successors of `MOVED`."""
     sys.meta_path.append(MovedModules())

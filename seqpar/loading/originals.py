@@ -44,9 +44,8 @@ def hold(
     team = Team.of(mesh)
     memory = _shared(ends[-1], team, mesh)
     if memory is None:
-        if mesh.is_main:
-            room = f"{SHARED} has no {ends[-1] / 2**30:.1f} GiB for the weights without them"
-            say(f"a switch of LoRAs takes longer, because {room}")
+        room = f"{SHARED} has no {ends[-1] / 2**30:.1f} GiB for the weights without them"
+        say(f"a switch of LoRAs takes longer, because {room}", mesh)
         eight = [name for name in sources if isinstance(like[name], Weight8)]
         return {**sources, **{name: partial(_as_it_is, sources[name]().to("cpu", copy=True)) for name in eight}}
 

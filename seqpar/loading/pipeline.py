@@ -74,12 +74,12 @@ def load_pipeline(
     assert isinstance(parts.source, Path)
     fails, team = f"got pipeline {parts.source}, which does not load", Team.of(mesh)
     for remark in mesh.on_all_ranks(lambda: _lora.remarks(loras, presets(kind.__name__, parts.index), preset)):
-        _say(mesh, remark)
+        say(remark, mesh)
     everywhere = _why_everywhere(kind.__name__, loras)
     kinds = {kind for _, (_, kind) in parts_of(parts.index)}
     shared = "a ControlNet has layers of the transformer, too" if SHARING in kinds else None
     if everywhere is not None and mesh.world.size > 1:
-        _say(mesh, f"every rank loads the text encoders, because {everywhere}")
+        say(f"every rank loads the text encoders, because {everywhere}", mesh)
 
     with no_collection(), Reader(mesh.device, team.size) as reader:
         # rank 0 begins to read the encoders
@@ -167,11 +167,6 @@ def _of_blocks(parts: PipelineParts, kind: Any, dtype: torch.dtype, models: dict
     return pipe
 
 
-def _say(mesh: Mesh, line: str) -> None:
-    if mesh.is_main:
-        say(line)
-
-
 def _check_unchanged(parts: PipelineParts) -> None:
     for fitted in parts.fitted.values():
         fitted.checkpoint.check_unchanged()
@@ -195,7 +190,7 @@ def _weights(parts: PipelineParts, dtype: torch.dtype, mesh: Mesh, eight: bool) 
     names = [name for name, reason in shared.items() if reason is None]
     for name, reason in shared.items():
         if reason is not None and mesh.world.size > 1:
-            _say(mesh, f"every rank reads {name}, because {reason}")
+            say(f"every rank reads {name}, because {reason}", mesh)
 
     def together() -> dict[str, Weights]:
         if lost := [name for name in names if name not in kinds or name not in parts.fitted]:
@@ -322,7 +317,7 @@ def _parking(
         why = "they leave memory before transformers come" if encoded else everywhere or none
         left.append(f"text encoders, because {why}")
     said = [f"parked while not in use: {', '.join(parts)}"] if parts else []
-    _say(mesh, "; ".join([*said, *([f"not parked: {'; '.join(left)}"] if left else [])]))
+    say("; ".join([*said, *([f"not parked: {'; '.join(left)}"] if left else [])]), mesh)
     if not parts:
         return None
     modules = [encoder.module for encoder in encoders.values()]

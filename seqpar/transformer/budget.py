@@ -123,12 +123,11 @@ def budgeted(
     Rank 0 prints both. Collective; ValueError on all ranks if there is no result for these weights.
     """
     found, cache = budget.read(mesh, modules, made), budget.cache
+    if budget.precision is not None:
+        say(f"{len(found.gemms)} GEMMs keep the dtype of the weights for {budget}", mesh)
     if cache is not None:
         cache = replace(cache, threshold=found.threshold)
-    if mesh.is_main and budget.precision is not None:
-        say(f"{len(found.gemms)} GEMMs keep the dtype of the weights for {budget}")
-    if mesh.is_main and cache is not None:
-        say(f"step cache {cache} for {budget}")
+        say(f"step cache {cache} for {budget}", mesh)
     return {name: replace(of, kept=kept_in(name, found.gemms)) for name, of in made.items()}, cache
 
 

@@ -179,9 +179,8 @@ def calibrated(
         return {name: Calibration(attention=of) for name, of in rounds.items()}
     if not any(of.means for of in made.values()) and call is not None and not isinstance(call, FixedRun):
         raise ValueError("calibrate= reached no GEMM that computes in 8 bits; pass a function that calls the model")
-    if mesh.is_main:
-        how = "by a given run" if path is None else "by fixed prompts"
-        say(as_text(made, sum(map(len, keys.values())), how, reason))
+    how = "by a given run" if path is None else "by fixed prompts"
+    say(as_text(made, sum(map(len, keys.values())), how, reason), mesh)
     return {name: replace(of, attention=rounds.get(name, {})) for name, of in made.items()}
 
 
@@ -202,11 +201,9 @@ def _attentions(
     if not any(rounds.values()):
         why = reason or "a run reached no self-attention; pass calibrate=, a function that calls the model"
         raise ValueError(f'local="fp8" takes the means of keys and values out before it rounds: {why}')
-    if large and mesh.is_main:
-        say(
-            f"{len(large)} attentions keep the dtype of the weights, because their scores are too large for 8 "
-            f"bits: {', '.join(large[:3])}"
-        )
+    if large:
+        why = f"because their scores are too large for 8 bits: {', '.join(large[:3])}"
+        say(f"{len(large)} attentions keep the dtype of the weights, {why}", mesh)
     return rounds
 
 

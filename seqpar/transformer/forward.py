@@ -7,7 +7,6 @@ the same errors without communication.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,7 +41,7 @@ class CallState:
         self.active = False  # whether a sharded forward runs now; what follows keeps its values after one
         self._reset()
         self.eight = is_lossy(plan.local.name)  # whether attention in 8 bits is computed where it is calibrated
-        self._printed, self._warned = set[str](), set[str]()
+        self._printed = set[str]()
 
     def _reset(self) -> None:
         self.lengths = dict[str, int]()  # tokens of each stream
@@ -84,8 +83,8 @@ class CallState:
 
     def say(self, message: str) -> None:
         """Print a message on rank 0, once."""
-        if message not in self._printed and self.mesh.is_main:
-            say(message)
+        if message not in self._printed:
+            say(message, self.mesh)
         self._printed.add(message)
 
     def once(self, name: Hashable, of: Any, make: Callable[[], T]) -> T:
@@ -245,9 +244,7 @@ class CallState:
         if reason is None:
             return name
         other = choose_local("auto", *inputs).name
-        if self.mesh.is_main and name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(f"local attention {name} {reason}: {other} computes the masked attention", stacklevel=2)
+        self.say(f"local attention {name} {reason}: {other} computes the masked attention")
         return other
 
     def attend_whole(self, q_BLHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, total: int) -> Tensor:

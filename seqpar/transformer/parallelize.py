@@ -284,8 +284,7 @@ def parallelize(
         call = install(module, handle)
         if attention_steps is not None:
             call.keeps_attention = partial(keeps_dtype, pipe_or_transformer, attention_steps)
-        if handle.mesh.is_main:
-            say(_summary(call))
+        say(_summary(call), handle.mesh)
 
     # the VAE takes rank 0's input and, as asked for, computes on all ranks until the release
     def calls() -> list[ShardedCall]:
@@ -514,8 +513,8 @@ def _capture(sharded: ShardedModule) -> Capture | None:
     if mesh.device.type != "cuda":
         return None
     reason = sharded.why_eager()
-    if reason is not None and mesh.is_main:
-        say(f"calls run without CUDA graphs, because {reason}")
+    if reason is not None:
+        say(f"calls run without CUDA graphs, because {reason}", mesh)
     return CudaCapture() if reason is None else None
 
 

@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -26,7 +26,6 @@ from launch.benches.fault_job import Job, Outcome, Signal, Started, by_command, 
 from launch.benches.planted import Plant
 from launch.benches.timing import environment, record
 from seqpar.transports import _contract
-from seqpar.types.flags import Flag
 
 MORE_S = 5.0  # every process is gone this long after its deadline
 CONTINUED_S = 10.0
@@ -139,6 +138,8 @@ CACHES = (
     "QUACK_CACHE_DIR",
     "TVM_FFI_CACHE_DIR",
 )
+Caches = tuple[tuple[str, str], ...]
+"""Environment of all jobs: the folders of their caches."""
 COLUMNS = ("fault", "starter", "transport", "code", "seconds", "verdict", "message")
 # torchrun ends with 1, and with its own report; what one of all lines says:
 UNDER_TORCHRUN = {
@@ -168,10 +169,6 @@ class Faults:
     """Seconds that a rank waits for another later."""
     stopped_s: float = 10.0
     """Seconds for which a rank is stopped that goes on."""
-    again: bool = True
-    """Run a job without a fault at once after jobs whose processes were killed."""
-    caches: Annotated[tuple[tuple[str, str], ...], Flag(hidden=True)] = ()
-    """Environment of the jobs: folders of caches that they share."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -184,23 +181,6 @@ class Faults:
         return Deadlines(self.first_deadline_s, self.deadline_s)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One job: its case and how it ended."""
-
-    case: Case
-    starter: str
-    transport: str
-    outcome: Outcome
-    message: str
-    wrong: list[str] = field(default_factory=list)
-
-    def cells(self) -> tuple[str, ...]:
-        code, verdict = str(self.outcome.code), "; ".join(self.wrong) or "right"
-        seconds = f"{self.outcome.seconds:.1f}"
-        return self.case.name, self.starter, self.transport, code, seconds, verdict, self.message[:160]
-
-
 def main(args: Faults) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
@@ -210,22 +190,18 @@ def main(args: Faults) -> None:
         raise ValueError(f"got {args}, expected jobs, and 0 < --stopped-s < --deadline-s <= --first-deadline-s")
     environment()  # this may take memory of a GPU
     before = used()
+    print(*map(row_of, (COLUMNS, ["---"] * len(COLUMNS))), sep="\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        args = replace(args, caches=cached(Path(folder)))
-        rows = run_all(args, [(NOTHING, "seqpar", transport) for transport in args.over], {})
-        clean = {row.transport: row.outcome.digest for row in rows}
-        rows += run_all(args, planned(args), clean)
+        caches = tuple((name, os.environ.get(name, str(Path(folder, name.lower())))) for name in CACHES)
+        lines = run_all(args, [(NOTHING, "seqpar", transport) for transport in args.over], {}, caches)
+        clean = {line["case"]["transport"]: line["latents"] for line in lines}
+        lines += run_all(args, planned(args), clean, caches)
     more = freed(before)
     kept = [f"GPU {index} holds {megabytes} MB more" for index, megabytes in enumerate(more) if megabytes > FREE_MB]
-    print("", *table([COLUMNS, ["---"] * len(COLUMNS), *map(Row.cells, rows)]), *kept, sep="\n", flush=True)
-    record({"bench": "faults", "jobs": len(rows), "megabytes_more_on_each_gpu": more}, args.out)
-    if kept or any(row.wrong for row in rows):
+    print(*kept, sep="\n", flush=True)
+    record({"bench": "faults", "jobs": len(lines), "megabytes_more_on_each_gpu": more}, args.out)
+    if kept or any(line["wrong"] for line in lines):
         raise SystemExit(1)
-
-
-def cached(folder: Path) -> tuple[tuple[str, str], ...]:
-    """The environment of jobs that share caches of compiled kernels; these are no temporary files of a job."""
-    return tuple((name, os.environ.get(name, str(folder / name.lower()))) for name in CACHES)
 
 
 def planned(args: Faults) -> list[tuple[Case, str, str]]:
@@ -241,42 +217,61 @@ def planned(args: Faults) -> list[tuple[Case, str, str]]:
     return found
 
 
-def run_all(args: Faults, jobs: Sequence[tuple[Case, str, str]], clean: Mapping[str, str | None]) -> list[Row]:
-    """Run the jobs, some at the same time, and write each row; a job may be followed at once by one without a fault.
+def run_all(
+    args: Faults, jobs: Sequence[tuple[Case, str, str]], clean: Mapping[str, str | None], caches: Caches
+) -> list[dict[str, Any]]:
+    """Run the jobs, some at the same time; after one whose processes were killed, run one without a fault at once.
 
-    clean: transport -> digest of the latents of a job without a fault.
+    clean: transport -> digest of the latents of a job without a fault. Each line is printed and written as it comes.
     """
-
-    def one(planned: tuple[Case, str, str]) -> list[Row]:
-        case, starter, transport = planned
-        rows = [job(args, case, starter, transport, clean)]
-        if args.again and "killed" in case.name and starter == "seqpar":
-            rows.append(job(args, replace(NOTHING, name=f"again after: {case.name}"), starter, transport, clean))
-        with written:  # at once, so that a bench that is cut off keeps what it found
-            print(*table([row.cells() for row in rows]), sep="\n", flush=True)
-            for row in rows:
-                record(line(args, row), args.out)
-        return rows
-
     written = threading.Lock()
+
+    def one(planned: tuple[Case, str, str]) -> list[dict[str, Any]]:
+        case, starter, transport = planned
+        lines = [job(args, case, starter, transport, clean, caches)]
+        if "killed" in case.name and starter == "seqpar":
+            again = replace(NOTHING, name=f"again after: {case.name}")
+            lines.append(job(args, again, starter, transport, clean, caches))
+        with written:
+            for line in lines:
+                of, verdict = line["case"], "; ".join(line["wrong"]) or "right"
+                facts = str(line["code"]), f"{line['seconds']:.1f}", verdict, line["message"][:160]
+                print(row_of((of["fault"], starter, transport, *facts)), flush=True)
+                record(line, args.out)
+        return lines
+
     with ThreadPoolExecutor(args.side_by_side) as pool:
-        return [row for rows in pool.map(one, jobs) for row in rows]
+        return [line for lines in pool.map(one, jobs) for line in lines]
 
 
-def job(args: Faults, case: Case, starter: str, transport: str, clean: Mapping[str, str | None]) -> Row:
+def job(
+    args: Faults, case: Case, starter: str, transport: str, clean: Mapping[str, str | None], caches: Caches
+) -> dict[str, Any]:
+    """Run a job and return its line."""
     ranks = ("--ranks", "2") if starter == "seqpar" else ()
     words = ("sample", *ranks, *WORDS, "--transport", transport, *args.deadlines.flags())
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         case = for_a_while(case, args.stopped_s)
         plant = replace(case.plant, folder=folder)
         limit = ENOUGH_S + args.first_deadline_s + args.deadline_s
-        done = carried_out(Job(words, Path(folder), plant, case.signals, limit, args.caches), STARTERS[starter])
+        done = carried_out(Job(words, Path(folder), plant, case.signals, limit, caches), STARTERS[starter])
     message = done.message
     if starter == "torchrun":
         case = replace(case, code=1, message=UNDER_TORCHRUN[case.name])
         message = next((text for text in done.lines if re.search(case.message, text)), message)
-    found = wrong(case, done, args.deadlines, clean.get(transport), message)
-    return Row(case, starter, transport, done, message, found)
+    deadlines = {"first": args.first_deadline_s, "later": args.deadline_s}
+    about = {"fault": case.name, "starter": starter, "transport": transport}
+    return {
+        "bench": "faults",
+        "case": {**about, "deadline_s": deadlines, "side_by_side": args.side_by_side},
+        "gpus": 2 if torch.cuda.is_available() else 0,
+        "code": done.code,
+        "seconds": round(done.seconds, 2),
+        "message": message,
+        "left": done.left,
+        "wrong": wrong(case, done, args.deadlines, clean.get(transport), message),
+        "latents": done.digest,
+    }
 
 
 def used() -> list[int]:
@@ -295,22 +290,5 @@ def freed(before: Sequence[int]) -> list[int]:
     return more
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
-
-
-def line(args: Faults, row: Row) -> dict[str, Any]:
-    case = {"fault": row.case.name, "starter": row.starter, "transport": row.transport}
-    deadlines = {"first": args.first_deadline_s, "later": args.deadline_s}
-    done = row.outcome
-    return {
-        "bench": "faults",
-        "case": case | {"deadline_s": deadlines, "side_by_side": args.side_by_side},
-        "gpus": 2 if torch.cuda.is_available() else 0,
-        "code": done.code,
-        "seconds": round(done.seconds, 2),
-        "message": row.message,
-        "left": done.left,
-        "wrong": row.wrong,
-        "latents": done.digest,
-    }
+def row_of(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from seqpar.mesh import inputs
 
 PLANTED = "SEQPAR_PLANTED"  # environment of the job: a `Plant` as JSON
-What = Literal["nothing", "mark", "kill", "stop", "leave", "raise", "memory", "late", "slow", "disk"]
+What = Literal["nothing", "kill", "stop", "leave", "raise", "memory", "late", "slow", "disk"]
 Place = Literal["start", "arena", "step", "exchange", "write"]
 LATE_S = 0.02  # an exchange of a late rank begins up to this much later
 CYCLES_A_SECOND = 1_700_000_000  # of a GPU, about: how long a late rank's GPU is held up

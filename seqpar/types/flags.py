@@ -32,7 +32,7 @@ class Flag:
     """What the type of a field does not say, in `Annotated`. All are optional.
 
     value: name of the value in the help. name, alias: of the flag, in place of the field's, and a second one. text:
-    help in place of the string below the field. positional: the field is no flag. hidden: words do not set it.
+    help in place of the string below the field. positional: the field is no flag.
     """
 
     value: str = ""
@@ -40,7 +40,6 @@ class Flag:
     alias: str = ""
     text: str = ""
     positional: bool = False
-    hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,8 +229,6 @@ def _fields(kind: type) -> list[_Field]:
         if get_origin(hint) is Annotated:
             hint, *more = get_args(hint)
             flag = next(extra for extra in more if isinstance(extra, Flag))
-        if flag.hidden:
-            continue
         choices, many = tuple[str, ...](), False
         if get_origin(hint) in (Union, UnionType):
             (hint,) = (part for part in get_args(hint) if part is not NoneType)

@@ -51,7 +51,6 @@ from seqpar.types.facts import Work
 
 CALLS = 3  # before timing: the second call of a kind is captured, pairs of branches are known after a step
 BRANCHES = ("cond", "uncond")
-ATTENTION = ", attention fp8"
 
 
 @dataclass(frozen=True)
@@ -159,101 +158,90 @@ def main(args: Calls) -> None:
 # Ours -------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Way:
+    """How our rows compute a call. local: None for the dtype of the weights; cache: each call makes two steps with it."""
+
+    name: str
+    native: bool = True
+    precision: Precision | None = None
+    local: str | None = None
+    cache: StepCache | None = None
+
+
 def ours(case: Case) -> Iterator[Row]:
     """Yield our rows: each strategy by our kernels and by diffusers' own modules, then both branches of guidance."""
-    eight = case.args.precision
-    world, ways = case.mesh.world.size, ["fused blocks", "generic" if eight is None else f"fused blocks, {eight}"]
-    ways += [f"{ways[-1]}{ATTENTION}"] if eight is not None and case.args.local == "fp8" else []
-    fused = ways if eight is not None else ways[:1]
-    for strategy in case.args.strategy if world > 1 else case.args.strategy[:1]:
+    args, world, fused = case.args, case.mesh.world.size, [Way("fused blocks")]
+    if (eight := args.precision) is not None:
+        fused.append(Way(f"fused blocks, {eight}", precision=eight))
+        fused += [Way(f"{fused[-1].name}, attention fp8", precision=eight, local="fp8")] if args.local == "fp8" else []
+    ways = fused if eight is not None else [*fused, Way("generic", native=False)]
+    for strategy in args.strategy if world > 1 else args.strategy[:1]:
         for way in ways:
-            about = facts_of(case, strategy, way) | {"cfg": 1}
-            yield Row("ours", f"{way}, {strategy}", partial(_ours, case, strategy, way), case.ceiling(strategy), about)
-        if case.args.cache is not None:
-            for way in fused:
-                yield from with_step_cache(case, strategy, case.args.cache, way)
-    strategy = case.args.strategy[0]
+            yield row(case, strategy, way, f"{way.name}, {strategy}")
+        for way in fused if args.cache is not None else ():
+            yield from with_step_cache(case, strategy, way)
     for way in fused if world % 2 == 0 else ():
-        name, about = f"{way}, both branches on a cfg axis", facts_of(case, strategy, way) | {"cfg": 2}
-        yield Row("ours", name, partial(_ours, case, strategy, way, 2), case.ceiling(strategy), about, times=2)
+        yield row(case, args.strategy[0], way, f"{way.name}, both branches on a cfg axis", BRANCHES, 2)
 
 
-def facts_of(case: Case, strategy: str, way: str) -> dict[str, str]:
-    """Return what the line of a row says about its way."""
-    eight = case.args.precision
-    return {
-        "strategy": strategy,
-        "launch": way,
-        **({"precision": eight} if eight is not None and eight in way else {}),
-        **({"local": "fp8"} if way.endswith(ATTENTION) else {}),
-    }
-
-
-@contextmanager
-def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
-    mesh = case.mesh if cfg == 1 else Mesh.from_env(cfg=2, device=case.mesh.device)
-    module, alone = shared_copy(case.theirs), mesh.sequence.size == 1
-    transport = "auto" if alone and cfg == 1 else case.args.transport
-    chosen = options_of(case, module, way)
-    seqpar.parallelize(module, mesh, strategy="auto" if alone else strategy, transport=transport, **chosen)
-    try:
-        keeps = Keeps(case)
-        step = keeps(partial(step_of, module, case, BRANCHES[:cfg]))
-        for _ in range(CALLS):
-            step()
-        yield Timed.of(step, mesh.device, keeps.facts)
-    finally:
-        seqpar.release(module)
-
-
-def options_of(case: Case, module: Any, way: str) -> dict[str, Any]:
-    """Return the options of `parallelize` that the name of a way stands for."""
-    local = "fp8" if way.endswith(ATTENTION) else case.wide_local
-    chosen: dict[str, Any] = {"local": local, "native": not way.startswith("generic")}
-    if case.args.precision is not None and case.args.precision in way:
-        chosen |= {"precision": case.args.precision, "calibrate": lambda: module(**case.arguments)}
-    return chosen
-
-
-SCHEDULES = {"each step computed": "1", "every second step computed": "10"}
-
-
-def with_step_cache(case: Case, strategy: str, cache: str, way: str) -> Iterator[Row]:
+def with_step_cache(case: Case, strategy: str, way: Way) -> Iterator[Row]:
     """Yield a row for each schedule of a step cache: two steps of one call, and of two (the branches of guidance)."""
-    for schedule, mask in SCHEDULES.items():
+    cache = case.args.cache
+    assert cache is not None
+    for schedule, mask in {"each step computed": "1", "every second step computed": "10"}.items():
         for calls in (1, 2):
-            about = facts_of(case, strategy, way) | {"launch": schedule, "cache": cache, "calls": calls, "cfg": 1}
-            name = f"{way}, {strategy}, {cache}, {schedule}" + (", two calls per step" if calls > 1 else "")
-            options = replace(StepCache.of(cache), mask=mask)
-            ready = partial(_with_step_cache, case, strategy, way, options, BRANCHES[:calls])
-            yield Row("ours", name, ready, case.ceiling(strategy), about, times=2 * calls)
+            name = f"{way.name}, {strategy}, {cache}, {schedule}" + (", two calls per step" if calls > 1 else "")
+            about = {"launch": schedule, "cache": cache, "calls": calls}
+            cached = replace(way, cache=replace(StepCache.of(cache), mask=mask))
+            yield row(case, strategy, cached, name, BRANCHES[:calls], **about)
+
+
+def row(
+    case: Case, strategy: str, way: Way, name: str, branches: tuple[str, ...] = BRANCHES[:1], cfg: int = 1, **more: Any
+) -> Row:
+    about = {"strategy": strategy, "launch": way.name, "cfg": cfg}
+    about |= {name: getattr(way, name) for name in ("precision", "local") if getattr(way, name) is not None}
+    times = len(branches) * (1 if way.cache is None else 2)
+    ready = partial(_ours, case, strategy, way, branches, cfg)
+    return Row("ours", name, ready, case.ceiling(strategy), about | more, times)
 
 
 STEPS = 1 << 16  # of a run; more than are timed
 
 
 @contextmanager
-def _with_step_cache(
-    case: Case, strategy: str, way: str, options: StepCache, names: tuple[str, ...]
-) -> Iterator[Timed]:
-    module, alone, steps = shared_copy(case.theirs), case.mesh.sequence.size == 1, count()
-    chosen = options_of(case, module, way) | {"transport": "auto" if alone else case.args.transport, "cache": options}
-    seqpar.parallelize(module, case.mesh, strategy="auto" if alone else strategy, **chosen)
-    time = STEPS_OF[case.model.theirs].time
+def _ours(case: Case, strategy: str, way: Way, branches: tuple[str, ...], cfg: int) -> Iterator[Timed]:
+    mesh = case.mesh if cfg == 1 else Mesh.from_env(cfg=2, device=case.mesh.device)
+    module, steps = shared_copy(case.theirs), count()
+    alone, time = mesh.sequence.size == 1, STEPS_OF[case.model.theirs].time if way.cache is not None else ""
+    seqpar.parallelize(
+        module,
+        mesh,
+        strategy="auto" if alone else strategy,
+        transport="auto" if alone and cfg == 1 else case.args.transport,
+        local=way.local or case.wide_local,
+        native=way.native,
+        precision=way.precision,
+        calibrate=None if way.precision is None else lambda: module(**case.arguments),
+        cache=way.cache,
+    )
 
-    def two_steps() -> Tensor:
+    def call() -> Tensor:
+        if way.cache is None:
+            return step_of(module, case, branches)
         out = torch.empty(0)
         for _ in range(2):  # each step has another timestep, as in a run
             now = case.arguments[time].float() * (1 - next(steps) / STEPS)
-            out = step_of(module, case, names, {time: now})
+            out = step_of(module, case, branches, {time: now})
         return out
 
     try:
         keeps = Keeps(case)
-        step = keeps(two_steps)
+        step = keeps(call)
         for _ in range(CALLS):
             step()
-        yield Timed.of(step, case.mesh.device, keeps.facts)
+        yield Timed.of(step, mesh.device, keeps.facts)
     finally:
         seqpar.release(module)
 

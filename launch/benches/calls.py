@@ -160,7 +160,7 @@ def main(args: Calls) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How our rows compute a call. local: None for the dtype of the weights; cache: each call makes two steps with it."""
+    """How our rows compute a call. local: None for the dtype of the weights; cache: with it a call makes two steps."""
 
     name: str
     native: bool = True

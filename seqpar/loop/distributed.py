@@ -241,22 +241,15 @@ class DistributedDiT(nn.Module):
         tensors, refused = {}, {}
         for name, value in inputs.items():
             try:
-                tensors |= {} if value is None else {name: torch.as_tensor(value)}
-            except (TypeError, ValueError, RuntimeError) as error:  # other ranks may have no error
-                refused[f"argument {name}"] = f"{type(value).__name__}, which is no tensor ({error})"
+                tensors |= {} if value is None else {name: _usable(name, value)}
+            except ValueError as error:  # other ranks may have no error
+                refused[f"use of {name}"] = str(error)
 
         # compare the ranks; rank 0, whose values count, checks the prompt
-        unusable, latents = _unusable(tensors), tensors.get("hidden_states")
-        wants_gradients = latents is not None and latents.requires_grad
-        form = {**shapes(tensors), "requires_grad": wants_gradients, **refused, **unusable}
+        form = {**shapes(tensors), **refused}
         wrong = self._why_no_prompt(tensors) if self.mesh.is_main else None
         wrong = self.mesh.share(wrong, str | None) if agree(self.mesh, form, vote=wrong is not None) else None
-        if refused:
-            name, got = next(iter(refused.items()))
-            raise ValueError(f"got {name} of type {got}, expected a tensor or a number")
-        if wants_gradients:
-            raise ValueError("hidden_states requires grad, but a sharded model supports inference only; detach it")
-        for reason in (*unusable.values(), wrong):
+        for reason in (*refused.values(), wrong):
             if reason is not None:
                 raise ValueError(reason)
         shared = broadcast(self.mesh, tensors)
@@ -284,7 +277,7 @@ class DistributedDiT(nn.Module):
         # A pipeline passes the same labels at every step, and reading them waits for the device, so unchanged tensors
         # are checked once.
         prompt = {name: x for name, x in tensors.items() if name in self.model.PROMPT}
-        if set(prompt) != set(self.model.PROMPT) or _unusable(prompt):
+        if set(prompt) != set(self.model.PROMPT):
             return None  # another check raises
         last = [x() for x, _ in self._checked_prompt]
         same = len(last) == len(prompt) and all(x is y for x, y in zip(last, prompt.values(), strict=True))
@@ -381,18 +374,21 @@ def _version(x: Tensor) -> object:
     return object() if x.is_inference() else x._version
 
 
-def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    reasons = {}
-    for name, x in tensors.items():
-        try:
-            (check_floats if name == "hidden_states" else check_dense)(name, x)
-            if x.is_complex():
-                reasons[name] = f"got {name} of {x.dtype}, expected real numbers"
-            if name in SCALARS and (x.dtype == torch.bool or is_not_finite(x)):
-                reasons[name] = f"got {name} {x.tolist()}, expected finite numbers"
-        except ValueError as error:
-            reasons[name] = str(error)
-    return {f"use of {name}": why for name, why in reasons.items()}
+def _usable(name: str, value: Tensor | float) -> Tensor:
+    """Return an input as a tensor; ValueError if no model can compute with it."""
+    try:
+        x = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = f"{type(value).__name__}, which is no tensor ({error})"
+        raise ValueError(f"got argument {name} of type {got}, expected a tensor or a number") from error
+    (check_floats if name == "hidden_states" else check_dense)(name, x)
+    if x.is_complex():
+        raise ValueError(f"got {name} of {x.dtype}, expected real numbers")
+    if name in SCALARS and (x.dtype == torch.bool or is_not_finite(x)):
+        raise ValueError(f"got {name} {x.tolist()}, expected finite numbers")
+    if name == "hidden_states" and x.requires_grad:
+        raise ValueError("hidden_states requires grad, but a sharded model supports inference only; detach it")
+    return x
 
 
 def _checked(

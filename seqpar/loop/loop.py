@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from math import prod
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +20,6 @@ from seqpar.loop.interface import Prompt
 from seqpar.loop.request import Noise, Request, check_request, check_settings, course, rank_0s, why_not_captured
 from seqpar.loop.run import Run
 from seqpar.loop.steppers import Decision, decide
-from seqpar.mesh.shard import Shard
 from seqpar.types.arguments import check_kind
 from seqpar.types.protocols import state_dtype
 
@@ -195,12 +191,6 @@ def digest(latents: Tensor) -> str:
 
 # Noise -------------------------------------------------------------------------------------------------------------
 
-MOST = 8  # parts
-LEAST = 1 << 14  # values of a part: fewer take less time than a thread
-BLOCK = 16  # torch draws a multiple of 16 values from as many numbers; other counts draw their last 16 again
-
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 def draw_noise(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
     """Noise in fp32, drawn on the CPU for all images at once: the same bits on any number and kind of ranks.
@@ -211,45 +201,8 @@ def draw_noise(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.
 
 
 def draw_steps(
-    shapes: Shapes, count: int, generator: torch.Generator, dtype: torch.dtype = torch.float32
+    shapes: Mapping[str, tuple[int, ...]], count: int, generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Noise (count, *shape) of each stream, as `count` turns of `draw_noise` for all streams give it.
-
-    The CPU generator ends where that would leave it. dtype: see `draw_noise`.
-    """
-    sizes = [prod(shape) for shape in shapes.values()]
-    parts = min(MOST, os.cpu_count() or 1, count, sum(sizes) * count // LEAST)
-    if parts > 1 and dtype.itemsize < 4 and all(size and size % BLOCK == 0 for size in sizes):
-        noise = _in_parts(shapes, Shard(count, parts), generator, dtype)
-        if noise is not None:
-            return noise
-    return _in_turn(shapes, count, generator, dtype)
-
-
-def _in_turn(shapes: Shapes, count: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Noise (count, *shape) of each stream, by `count` turns of `draw_noise` for all streams."""
     turns = [{name: draw_noise(shape, generator, dtype) for name, shape in shapes.items()} for _ in range(count)]
     return {name: torch.stack([turn[name] for turn in turns]) for name in shapes}
-
-
-def _in_parts(shapes: Shapes, turns: Shard, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """Draw parts of the turns in threads; None, and the generator as it was, if they do not join."""
-
-    def part(state: Tensor, count: int) -> tuple[dict[str, Tensor], Tensor]:
-        local = torch.Generator()
-        local.set_state(state)
-        return _in_turn(shapes, count, local, dtype), local.get_state()
-
-    states, ahead = [generator.get_state()], torch.Generator()
-    ahead.set_state(states[0])
-    values = sum(prod(shape) for shape in shapes.values())
-    with ThreadPoolExecutor(turns.parts) as pool:  # torch draws without Python's lock
-        drawing = []
-        for count in turns.sizes:
-            drawing.append(pool.submit(part, states[-1], count))
-            torch.empty(values * count, dtype=torch.int32).random_(generator=ahead)
-            states.append(ahead.get_state())
-        parts = [future.result() for future in drawing]
-    if any(not torch.equal(end, state) for (_, end), state in zip(parts, states[1:], strict=True)):
-        return None
-    generator.set_state(states[-1])
-    return {name: torch.cat([noise[name] for noise, _ in parts]) for name in shapes}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from seqpar.loading.folder import load_vae
@@ -21,7 +20,7 @@ from seqpar.loop.models._label_dit import LabelDiT
 from seqpar.loop.request import Request
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import own_loop as _files
-from seqpar.pipelines.own_loop import DDIM_DEFAULT, Loaded, OwnJob, generated
+from seqpar.pipelines.own_loop import DDIM_DEFAULT, Loaded, OwnJob
 from seqpar.pipelines.protocol import NO_IMAGES, NO_LORA, NO_PRESET, NO_VIDEOS, GenerationRequest
 from seqpar.planner.plan import Plan
 from seqpar.transformer.calibration import Precision
@@ -38,7 +37,7 @@ def listed(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]
     return {int(key): parts(str(names)) for key, names in labels.items()}
 
 
-__all__ = ["BUILTIN", "DDIM_DEFAULT", "Files", "Pipeline", "generate"]
+__all__ = ["BUILTIN", "DDIM_DEFAULT", "Files", "Pipeline"]
 
 PIPELINES = ("DiTPipeline",)
 MODELS = (LabelDiT,)
@@ -193,18 +192,3 @@ class Pipeline(Loaded):
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(classes), self.dit.config.in_channels, height, width), generator)
         return Request(scheduler, noise, prompt, generator=generator, **settings)
-
-
-def generate(
-    classes: Sequence[str | int],
-    model: str | Path = "builtin",
-    *,
-    mesh: Mesh | str | None = None,
-    steps: int = 25,
-    guidance: float = 4.0,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> list[Image.Image]:
-    """Return a picture of each class on every rank, from rank 0's arguments; this one call does everything."""
-    given: Any = {"classes": classes, "steps": steps, "guidance": guidance, "seed": seed}
-    return generated(GenerationRequest(model, dtype, **given), mesh, "classes", Files.locate)  # pyright: ignore

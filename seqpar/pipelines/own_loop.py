@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from seqpar.families import Preset
@@ -49,7 +48,7 @@ from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Preferences
 from seqpar.types.arguments import check_floats
 from seqpar.types.facts import Work
-from seqpar.types.guidance import Guidance, check_loading, check_pictures
+from seqpar.types.guidance import Guidance
 from seqpar.types.say import say
 from seqpar.vae.on_mesh import MeshVAE, preview
 from seqpar.vae.strips import MODES, DecodeMode, Spread
@@ -326,33 +325,6 @@ class OwnJob:
         model = self.pipeline.load(**self.loading, **hooks, plan=plan)
         model.set_vae(vae)
         return model
-
-
-def generated(
-    request: Any, mesh: Mesh | str | None, kind: Literal["classes", "prompts"], locate: Callable[[str], Files]
-) -> list[Image.Image]:
-    """Return an image of each class or prompt on every rank, from rank 0's request. Collective: call on all ranks.
-
-    request: a `GenerationRequest` with unchecked values of a caller. kind: its field that says what images show.
-    locate: returns the files of a name.
-    """
-    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    ranks.on_all_ranks(lambda: check_loading(request.model, request.dtype))
-    own, preferences = ranks.on_all_ranks(lambda: named_mesh(mesh, Preferences()))
-    asked: Any = getattr(request, kind)
-
-    def check() -> None:
-        check_pictures(kind, asked, request.steps, Guidance(request.guidance), request.size, request.seed)
-
-    ranks.on_all_ranks(check)
-    given: Any = {kind: tuple(asked), "model": str(request.model)}
-    shared = ranks.share(replace(request, **given), GenerationRequest)
-    if not getattr(shared, kind):
-        raise ValueError(f"got no {kind}, expected a value per image")
-    job = ranks.on_all_ranks(lambda: locate(shared.model).check(shared))
-    plan = make(job.work, job.load, shared.dtype, ranks, preferences, own)
-    with job.pipeline.load(**job.loading, mesh=own, plan=plan) as pipeline:
-        return to_pil(pipeline.decode(pipeline.latents(**job.settings)))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from seqpar.loop.models.uvit import Config, Mode, Model
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import own_loop
-from seqpar.pipelines.own_loop import Loaded, OwnJob, checked_vae, drawn_in, generated, placed
+from seqpar.pipelines.own_loop import Loaded, OwnJob, checked_vae, drawn_in, placed
 from seqpar.pipelines.protocol import NO_LORA, NO_PRESET, GenerationRequest, no_event
 from seqpar.pipelines.unidiffuser_parts import (
     DEFAULT,
@@ -376,19 +376,3 @@ def _prompt(names: Sequence[str], count: int) -> dict[str, Tensor]:
     """Return the prompt of `count` rows; a given modality is no noise, so its timestep is 0."""
     values = {"other_timestep": 0, "data_type": DATA_TYPE}
     return {name: torch.full((count,), values[name]) for name in names}
-
-
-def generate(
-    prompts: Sequence[str],
-    model: str | Path,
-    *,
-    mesh: Mesh | str | None = None,
-    steps: int = 50,
-    guidance: float = GUIDANCE,
-    size: tuple[int, int] | None = None,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> list[Image.Image]:
-    """Return a picture of each prompt on every rank, from rank 0's arguments; this one call does everything."""
-    given: Any = {"prompts": prompts, "steps": steps, "guidance": guidance, "seed": seed, "size": size}
-    return generated(GenerationRequest(model, dtype, **given), mesh, "prompts", Files.locate)  # pyright: ignore

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from seqpar.types.arguments import MOST_SIDE, MOST_STEPS, check_dtype, check_kind, check_whole, is_number, shown
+from seqpar.types.arguments import MOST_SIDE, MOST_STEPS, check_kind, check_whole, is_number, shown
 
 
 def check_pictures(name: str, wanted: object, steps: object, guidance: object, size: object, seed: object) -> None:
@@ -24,11 +23,6 @@ def check_pictures(name: str, wanted: object, steps: object, guidance: object, s
     check_whole("seed", seed, -(2**63), 2**64 - 1)
     check_whole("steps", steps, 1, MOST_STEPS)
     check_kind("guidance", guidance, Guidance, expected="seqpar.Guidance(scale)")
-
-
-def check_loading(model: object, dtype: object) -> None:
-    check_kind("model", model, str, Path, expected="a name, folder or file of a model")
-    check_dtype(dtype)
 
 
 @dataclass(frozen=True)

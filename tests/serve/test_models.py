@@ -43,7 +43,7 @@ def test_models_change_on_all_ranks_or_stay(tmp_path: Path) -> None:
         assert [model.loaded for model in driver.ready.models] == [True, False, False]
         failed(driver.ask(FROG), "mistake", "model builtin-text is not loaded; use one of builtin")
         first, counts = image(driver.ask(CAT)), list[list[int]]()
-        for _ in range(4):
+        for _ in range(3):
             assert loaded(driver.change("builtin-text")) == ["builtin-text"]
             assert isinstance(driver.ask(FROG), ImageResult)
             assert loaded(driver.change("builtin")) == ["builtin"]

@@ -128,7 +128,7 @@ def switched(
         seqpar.parallelize(pipe, mesh, precision=precision)
     made = [latents(pipe)]
     pair = (("high@transformer", 1.0), ("low@transformer_2", 0.8))
-    for wanted in (pair, (("low@transformer_2", 0.5),), (), pair):
+    for wanted in (pair, (("low@transformer_2", 0.5),), ()):
         merging.switch(wanted)  # while the second transformer is in
         made.append(latents(pipe))
     seqpar.release(pipe)
@@ -149,7 +149,6 @@ def test_loras_of_a_parked_transformer_are_switched(
     whole, ours = (cpu_ranks.run(2, switched, folder, loras, precision, park) for park in (False, True))
     for theirs, made in zip(whole, ours, strict=True):
         assert all(map(torch.equal, theirs, made))
-        assert torch.equal(made[1], made[4])
         assert torch.equal(made[0], made[3])
         assert len({float(x.double().sum()) for x in made}) == 3
     assert job(wan, precision, False).load.parameters == 2 * job(wan, precision, True).load.parameters

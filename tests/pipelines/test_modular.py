@@ -74,10 +74,9 @@ ROWS = {
         "ltx25", {"output_type": lambda: "latent", "frame_rate": lambda: 8.0, "max_sequence_length": lambda: 16}
     ),
     "wan_i2v": Row("wan_i2v", {"image": picture, "num_frames": lambda: 5}),
-    "minimax_h3": Row("minimax_h3"),
-    "minimax_h3, parked": Row("minimax_h3", park=True),
-    "minimax_h3, first frame": Row("minimax_h3", {"image": picture}),
-    "minimax_h3, last frame": Row("minimax_h3", {"last_image": picture}),
+    "minimax_h3": Row("minimax_h3", park=True),  # other tests load it as it is
+    "minimax_h3, first frame": Row("minimax_h3", {"image": picture}, park=True),
+    "minimax_h3, last frame": Row("minimax_h3", {"last_image": picture}, park=True),
     "minimax_h3, references": Row(
         "minimax_h3", {"references": lambda: [modular.reference(picture())], "num_frames": lambda: 124}, "ref2va"
     ),

@@ -126,7 +126,6 @@ def by_rank(world: int, strategy: str, fault: Fault, seen: str, computed: bool =
         (2, COLLECTIVE, reference_off, ("prediction of step 1 on rank 1",)),
         by_rank(2, "kv_gather", head_of_kernel_off, "1"),
         by_rank(3, "ring", head_of_kernel_off, "2"),
-        by_rank(3, "kv_first", head_of_kernel_off, "2"),
         by_rank(3, "ring", guidance_off, "0, 1, 2"),
         by_rank(2, "kv_first", position_off, "1", computed=False),
         by_rank(2, "kv_gather", modulation_off, "1", computed=False),
@@ -234,8 +233,6 @@ def called(
         # each is verified without its fault, too
         ("flux fused", ("ulysses", 1, "collective"), lost_shard, "attention in transformer_blocks.0 of step 1 on rank"),
         ("flux fp32", ("ring", 1, "peer"), head_of_kernel_off, "attention in transformer_blocks.0 of step 1 on rank 1"),
-        ("flux fp32", ("ulysses", 2, "collective"), none, "holds"),
-        ("sd3 generic", ("kv_gather", 1, "peer"), head_of_kernel_off, "attention in transformer_blocks.0 of step 1 "),
         ("sd3 generic", ("ulysses", 2, "peer"), guidance_of_pipeline_off, "the call of step 2 on rank 1: other bits"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

@@ -19,7 +19,7 @@ from seqpar.types.guidance import Guidance
 from seqpar.verifying import ways as all_ways
 from seqpar.verifying.ways import Row, judged, meshes, table, ways
 from tests.support.pool import Pool
-from tests.verifying.faults import Fault, lost_shard, narrow_sums, none, one_bit
+from tests.verifying.faults import Fault, narrow_sums, none, one_bit
 
 pytestmark = pytest.mark.slow
 
@@ -55,13 +55,6 @@ def test_a_narrow_sum_is_found_also_on_one_rank(ranks: Pool) -> None:
     rows = ranks.run(2, rows_of, narrow_sums, (2,), GATHERED, (128, 128))[0]  # over few keys it shows little
     assert [row.way.ulysses for row in rows] == [1, 2]
     assert all((row.finding or "").startswith("attention in blocks.") for row in rows)
-
-
-def test_a_lost_shard_is_found_on_several_ranks_alone(ranks: Pool) -> None:
-    alone, row = ranks.run(2, rows_of, lost_shard, (2,), replace(GATHERED, strategy="ulysses"))[0]
-    assert alone.finding is None
-    assert str(row) == "bfloat16, 2 ranks, ulysses 2, ulysses, collective"
-    assert (row.finding or "").startswith("attention in blocks.0 of step 1 on rank ")
 
 
 def test_transports_of_one_layout_have_equal_bits_or_it_is_a_finding(ranks: Pool) -> None:

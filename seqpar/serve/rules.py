@@ -192,7 +192,7 @@ def _load(model: ServedModel, request: ImageRequest) -> Refusal | None:
     if not model.loads or not pixels:
         return None
     smaller = "request a smaller size" if model.video is None else "request a smaller size or fewer frames"
-    if model.limit is not None and pixels >= model.limit:
+    if model.limit is not None and _in_memory(model, request) >= model.limit:
         return Refusal(param, f"the request needs more memory than the server has for model {model.name}; {smaller}")
     step_s, limit_s = predicted_s(model.loads, pixels) * step_ratio(model, request), request.deadline_s
     if limit_s is not None and step_s > max(limit_s, SLOW_S):
@@ -202,11 +202,13 @@ def _load(model: ServedModel, request: ImageRequest) -> Refusal | None:
 
 
 def fills(model: ServedModel, request: ImageRequest) -> bool:
-    """Whether memory suffices for a request only while no other model is loaded.
+    """Whether memory suffices for a request only while no other model is loaded."""
+    return model.beside is not None and _in_memory(model, request) >= model.beside
 
-    A second branch of guidance needs memory as it needs time: that of so many more pixels.
-    """
-    return model.beside is not None and pixels_of(model, request) * max(1.0, step_ratio(model, request)) >= model.beside
+
+def _in_memory(model: ServedModel, request: ImageRequest) -> float:
+    """The pixels of a request; a second branch of guidance needs memory as it needs time: that of so many more."""
+    return pixels_of(model, request) * max(1.0, step_ratio(model, request))
 
 
 def pixels_of(model: ServedModel, request: ImageRequest) -> int:

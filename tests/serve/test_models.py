@@ -150,11 +150,24 @@ def test_a_second_branch_may_need_the_memory_of_the_models_beside(tmp_path: Path
     flux = CheckedModel.of(str(tmp_path), torch.float32, Mesh.single(), {})
     beside = replace(flux, room=2 * flux.memory / GIB, alone=8 * flux.memory / GIB)
     facts = beside.facts((64, 64))
-    side = int((0.7 * (facts.beside or 0)) ** 0.5) // facts.unit * facts.unit
-    plain = ImageRequest("", flux.name, "a", size=(side, side))
-    guided = msgspec.structs.replace(plain, true_guidance=2.0, negative_prompt="a")
+
+    def requests(most: int | None) -> tuple[ImageRequest, ImageRequest]:
+        """Plain and guided, of a size for which memory suffices without guidance only. most: its pixels."""
+        side = int((0.7 * (most or 0)) ** 0.5) // facts.unit * facts.unit
+        plain = ImageRequest("", flux.name, "a", size=(side, side))
+        return plain, msgspec.structs.replace(plain, true_guidance=2.0, negative_prompt="a")
+
+    plain, guided = requests(facts.beside)
     assert [fills(facts, request) for request in (plain, guided)] == [False, True]
     assert beside.job(plain, ()).load.guidance is False
     with pytest.raises(ValueError, match="GiB"):
         beside.job(guided, ())
-    assert replace(beside, room=beside.alone).job(guided, ()).load.guidance
+    alone = replace(beside, room=beside.alone)
+    assert alone.job(guided, ()).load.guidance
+    # with more pixels it needs more than all memory, and is refused when it arrives
+    plain, guided = requests(facts.limit)
+    refusals = [why_not(facts, request) for request in (plain, guided)]
+    assert [refusal and refusal.param for refusal in refusals] == [None, "size"]
+    assert alone.job(plain, ()).load.guidance is False
+    with pytest.raises(ValueError, match="GiB"):
+        alone.job(guided, ())

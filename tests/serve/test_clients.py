@@ -16,8 +16,8 @@ from seqpar.serve.api.gate import GENERATIONS, VIDEOS
 from tests.support import clients
 from tests.support.front import LIMIT_S, Running, running, until
 
-# requests.jsonl: raw bodies, recorded by tests/support/clients.py, or in the shape that the pages of SGLang and vLLM-Omni
-# describe; `ranks` is what must reach the ranks, `ignored` what the answer names
+# requests.jsonl: raw bodies, recorded by tests/support/clients.py, or in the shape that the pages of SGLang and
+# vLLM-Omni describe; `ranks` is what must reach the ranks, `ignored` what the answer names
 RECORDED = [json.loads(line) for line in Path(__file__).with_name("requests.jsonl").read_text().splitlines()]
 
 PACKAGES = {"langchain": "langchain_community", "litellm_config": "litellm", "stream": "openai"}

@@ -185,6 +185,34 @@ def test_keys_of_all_rows_are_kept_on_each_rank(ranks: Pool) -> None:
         assert max(map(error, results, wanted)) < TOLERANCE
 
 
+# Arguments that a class of diffusers takes, too ------------------------------------------------------------------
+
+
+def rare(name: str, device: str | torch.device) -> tuple[Any, Inputs]:
+    """Return a transformer and arguments: whole rows that are dropped, and a text that no layer reads."""
+    tiny, given = MODELS[name], MODELS[name].arguments(device)
+    if name == "glmimage":
+        given["prior_token_drop"] = torch.tensor([True, False], device=device)
+    return (tiny.having(text_embed_2_dim=None) if name == "hunyuanimage" else tiny).build().to(device), given
+
+
+def of_rare(rank: int, world: int, device: torch.device, name: str) -> Outputs:
+    module, given = rare(name, device)
+    seqpar.parallelize(module, mesh(device, ulysses=world))
+    in_double(module)
+    results = (module(**given, return_dict=False)[0].clone(),)
+    seqpar.release(module)
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["glmimage", "hunyuanimage"])
+def test_arguments_of_rare_shapes_mean_what_they_do_in_diffusers(ranks: Pool, name: str, world: int) -> None:
+    wanted = MODELS[name].whole(*rare(name, ranks.device))
+    for got in ranks.run(world, of_rare, name):
+        assert error(got, tuple(x.to(got[0].device) for x in wanted)) < TOLERANCE
+
+
 # Negative controls ---------------------------------------------------------------------------------------------
 
 

@@ -29,13 +29,14 @@ class Prepared:
     arguments: after the replacements of `cut`; arguments that the caller left out are missing. ranks: how many tokens
     give every rank one: in exact mode the same number on up to 16 ranks. moves_only: whether the strategy only moves
     keys, so that attention can weigh padding (`Keys.padding`). number: returns what `read` returns next. note: a plain
-    value for `Cuts.keys` and `Cuts.forward`; calls with other notes are other graphs.
+    value for `Cuts.keys` and `Cuts.forward`; calls with other notes are other graphs. config: of the transformer.
     """
 
     arguments: dict[str, Any]
     ranks: int
     moves_only: bool
     number: Callable[[Tensor, Callable[[], int], Hashable], int]
+    config: Mapping[str, Any]
     note: Hashable = None
     is_cut: bool = False
     dropped: list[str] = field(default_factory=list)

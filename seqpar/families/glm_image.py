@@ -39,7 +39,8 @@ def _forward(module: Any, **given: Any) -> tuple[Tensor]:
     rotary = given.get("image_rotary_emb")
     rotary = module.rope(latents) if rotary is None else rotary
     prior = module.prior_token_embedding(given["prior_token_id"])
-    prior = prior.masked_fill(given["prior_token_drop"][..., None], 0)
+    drop = given["prior_token_drop"]  # of tokens, or of whole rows
+    prior = prior.masked_fill(drop.view(*drop.shape, *[1] * (prior.dim() - drop.dim())), 0)
     x = module.image_projector(latents)
     x = x + module.prior_projector(prior)
     temb = module.time_condition_embed(given["timestep"], given["target_size"], given["crop_coords"], x.dtype)

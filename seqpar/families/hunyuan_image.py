@@ -61,6 +61,11 @@ def _text(module: Any, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]
 
 def _prepare(call: Prepared) -> None:
     """Leave padding of both texts out; note whether nothing is masked then. The forward gets the masks in any case."""
+    if call.config.get("text_embed_2_dim") is None:  # a model of one text
+        for name in TEXTS[1]:
+            call.drop(name)
+        call.note = shorten(call, *TEXTS[0], max(4, call.ranks))
+        return
     least = max(4, call.ranks), 0
     full = [shorten(call, *names, at_least) for names, at_least in zip(TEXTS, least, strict=True)]
     call.note = full[0] and (full[1] or call.arguments.get(TEXTS[1][1]) is None)

@@ -79,8 +79,9 @@ class ShardedCall:
         self._required = {x.name for x in parameters if x.default is empty}
         exact = state.plan.exact
         moves_only = cuts.prepare is not None and state.moves_only
+        config = getattr(sharded.module, "config", None)
         self._preparation = Preparation(
-            cuts, self.mesh.sequence.size, exact, lambda: moves_only and not sharded.keeps_masks
+            cuts, self.mesh.sequence.size, exact, lambda: moves_only and not sharded.keeps_masks, config
         )
         self._replaced: dict[str, Any] = {}  # what replaces arguments of the last `rank_0s` in `computed`
         self._guidance = Branches(self.mesh, state.say, exact, cuts.calls_twice)

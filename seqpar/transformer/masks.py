@@ -29,13 +29,18 @@ class Preparation:
     """Prepares calls by `Cuts.prepare`: rank 0 reads numbers (`read`), by which all ranks do the same (`apply`).
 
     ranks: on how many ranks the tokens are split. exact: whether the same tokens must stay on up to `RANKS` ranks,
-    because one masked key more changes the bits. moves_only: returns that of `Prepared`.
+    because one masked key more changes the bits. moves_only: returns that of `Prepared`. config: the transformer's.
     """
 
     def __init__(
-        self, cuts: Cuts, ranks: int, exact: bool = False, moves_only: Callable[[], bool] = lambda: True
+        self,
+        cuts: Cuts,
+        ranks: int,
+        exact: bool = False,
+        moves_only: Callable[[], bool] = lambda: True,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._cuts, self._moves_only = cuts, moves_only
+        self._cuts, self._moves_only, self._config = cuts, moves_only, config or {}
         self._ranks = max(ranks, RANKS) if exact else ranks
         self._changes_calls = cuts.prepare is not None or bool(cuts.masks)
         # tensor -> key -> its count of writes when it was read, what was read of it
@@ -72,7 +77,7 @@ class Preparation:
         return form_of(call.arguments) if call.is_cut else form, changes, call.messages
 
     def _run(self, form: Form, number: Callable[[Tensor, Callable[[], int], Hashable], int]) -> Prepared:
-        call = Prepared(form.whole, self._ranks, self._moves_only(), number)
+        call = Prepared(form.whole, self._ranks, self._moves_only(), number, self._config)
         if self._cuts.prepare is not None:
             self._cuts.prepare(call)
         else:

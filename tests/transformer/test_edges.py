@@ -130,7 +130,7 @@ def test_weights_of_layers_are_whole_where_there_are_as_many_as_rows() -> None:
 def test_timesteps_of_a_packed_sequence_are_whole_where_there_are_as_many_as_rows() -> None:
     """Each row of MiniMax-H3's batch has tokens of both timesteps."""
     whole = MODELS["minimax_h3"].arguments()
-    call = Prepared(dict(whole), 1, True, lambda *_: 0)
+    call = Prepared(dict(whole), 1, True, lambda *_: 0, {})
     assert CUTS["MiniMaxH3Transformer3DModel"].prepare is not None
     CUTS["MiniMaxH3Transformer3DModel"].prepare(call)
     form, _ = cut_rows(form_of(call.arguments), [Axis("data", 1, 2)])

@@ -12,6 +12,8 @@ half, so its two slots alternate: a rank that has met all ranks for one slot kno
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,8 @@ class PeerHeads:
         shapes = [(batch, n, layout.heads, dim) for n in layout.tokens]
         self.outs = [arena.view(rank, outs, shape, layout.out_dtype) for rank, shape in enumerate(shapes)]
         self.all_flags = [flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
-        self.to_heads, self.to_tokens = PeerToHeads(self), PeerToTokens(self)
+        self.to_heads = PeerHalf(self.all_flags[0], self.outboxes(), self.heads())
+        self.to_tokens = PeerHalf(self.all_flags[1], self.destinations(), self.outs[axis.rank])
 
     def outboxes(self) -> Outboxes:
         """Outboxes of q, k, v: for each rank its heads of the local tokens, in its slab."""
@@ -67,14 +70,14 @@ class PeerHeads:
         return q, k, v
 
 
-class PeerToHeads:
-    """The first half of an exchange of heads; nothing is copied on arrival."""
+class PeerHalf:
+    """One direction of an exchange of heads; nothing is copied on arrival. arrived: what `deliver` returns."""
 
-    def __init__(self, heads: PeerHeads) -> None:
-        self.flags, self._boxes, self._heads = heads.all_flags[0], heads.outboxes(), heads.heads()
+    def __init__(self, flags: Flags, boxes: Any, arrived: Any) -> None:
+        self.flags, self._boxes, self._arrived = flags, boxes, arrived
         self._started = False
 
-    def outboxes(self) -> Outboxes:
+    def outboxes(self) -> Any:
         self._started = False  # a capture that failed after `start` has signalled no rank
         return self._boxes
 
@@ -82,25 +85,10 @@ class PeerToHeads:
         self.flags.tell()
         self._started = True
 
-    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def deliver(self, met: bool = False) -> Any:
         if not met:
             self.flags.wait() if self._started else self.flags.meet()
-        return self._heads
-
-
-class PeerToTokens:
-    """The second half of an exchange of heads; nothing is copied on arrival."""
-
-    def __init__(self, heads: PeerHeads) -> None:
-        self.flags, self._boxes, self._out = heads.all_flags[1], heads.destinations(), heads.outs[heads.rank]
-
-    def outboxes(self) -> Destinations:
-        return self._boxes
-
-    def deliver(self, met: bool = False) -> Tensor:
-        if not met:
-            self.flags.meet()
-        return self._out
+        return self._arrived
 
 
 class PeerKeyValues:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,51 +87,40 @@ def paused() -> None:
         return sample() if agents else entry.main()
 
 
-Ends = dict[int, tuple[int | None, list[str]]]  # exit code and lines, by signal
-
-
-def signalled(folder: Path, phase: str, start: str, numbers: Iterable[signal.Signals]) -> Ends:
-    """Return how jobs end in a phase after signals; nothing may be left."""
+def signalled(folder: Path, phase: str, start: str, number: signal.Signals) -> tuple[int | None, list[str]]:
+    """Return exit code and lines of a job that gets a signal in a phase; nothing may be left."""
     server()
-    jobs, ends = dict[int, Forked](), Ends()
-    for number in numbers:
-        own = folder / number.name
-        for name in ("here", "out", "tmp"):
-            (own / name).mkdir(parents=True)
-        more = {PHASE: phase, FOLDER: str(own / "here"), "TMPDIR": str(own / "tmp")}
-        flags = (*FLAGS, "--steps", 900 if phase == "sampling" else 2, "--out", own / "out" / "x.png")
-        words, program = ("sample", *(("--ranks", 2) if start == "ranks" else ()), *flags), paused
-        if start == "torchrun":
-            words, program = ("--standalone", "--nproc_per_node=2", SCRIPT, *flags), agent
-        jobs[number] = Forked(program, words, environment() | more, own / "output", own / "errors", paused)
+    here, out, temporary, errors = (folder / name for name in ("here", "out", "tmp", "errors"))
+    for path in (here, out, temporary):
+        path.mkdir()
+    more = {PHASE: phase, FOLDER: str(here), "TMPDIR": str(temporary)}
+    flags = (*FLAGS, "--steps", 900 if phase == "sampling" else 2, "--out", out / "x.png")
+    words, program = ("sample", *(("--ranks", 2) if start == "ranks" else ()), *flags), paused
+    if start == "torchrun":
+        words, program = ("--standalone", "--nproc_per_node=2", SCRIPT, *flags), agent
+    job, end = Forked(program, words, environment() | more, folder / "output", errors, paused), time.monotonic()
     try:
-        for number in numbers:
-            here, errors, end = folder / number.name / "here" / "0", folder / number.name / "errors", time.monotonic()
-            while not here.exists():
-                assert jobs[number].poll() is None, errors.read_text()
-                assert time.monotonic() < end + LIMIT_S, errors.read_text()
-                time.sleep(0.02)
-            os.kill(jobs[number].pid, number)
-        for number in numbers:
-            code, own = jobs[number].wait(LIMIT_S), folder / number.name
-            lines = BAR.sub("\n", (own / "errors").read_text()).splitlines()
-            # rank 1 may still connect when the signal comes: then torch's C++ logs the failed connection
-            ends[number] = code, [line for line in lines if line.strip() and "ProcessGroupGloo.cpp" not in line]
-            assert not list((own / "out").iterdir()), number
-            assert not list((own / "tmp").glob("seqpar-*")), number
+        while not (here / "0").exists():
+            assert job.poll() is None, errors.read_text()
+            assert time.monotonic() < end + LIMIT_S, errors.read_text()
+            time.sleep(0.02)
+        os.kill(job.pid, number)
+        code = job.wait(LIMIT_S)
     finally:
-        for job in jobs.values():
-            job.wait(0)
-    return ends
+        job.wait(0)
+    assert not list(out.iterdir())
+    assert not list(temporary.glob("seqpar-*"))
+    # rank 1 may still connect when the signal comes: then torch's C++ logs the failed connection
+    lines = [line for line in BAR.sub("\n", errors.read_text()).splitlines() if "ProcessGroupGloo.cpp" not in line]
+    return code, [line for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("start", ["alone", "ranks"])
 def test_a_signal_ends_every_phase_with_one_line_and_leaves_nothing(tmp_path: Path, phase: str, start: str) -> None:
-    """Each signal comes in each phase: one to the starter of ranks, the others to a process alone."""
-    to_ranks = SIGNALS[PHASES.index(phase) % len(SIGNALS)]
-    ends = signalled(tmp_path, phase, start, [x for x in SIGNALS if (x == to_ranks) == (start == "ranks")])
-    assert ends == {number: (128 + number, ["stopped"]) for number in ends}
+    """Signals take turns: in each phase one comes to the starter of ranks, and another one to a process alone."""
+    number = SIGNALS[(PHASES.index(phase) + (start == "ranks")) % len(SIGNALS)]
+    assert signalled(tmp_path, phase, start, number) == (128 + number, ["stopped"])
 
 
 @pytest.mark.parametrize(("phase", "number"), zip(("checks", "sampling", "writing"), SIGNALS, strict=True))
@@ -139,7 +128,7 @@ def test_under_torchrun_a_signal_leaves_nothing_and_ranks_say_one_line(
     tmp_path: Path, phase: str, number: signal.Signals
 ) -> None:
     """The agent prints a traceback of its own, and ends its ranks by the signal that it got."""
-    code, lines = signalled(tmp_path, phase, "torchrun", [number])[number]
+    code, lines = signalled(tmp_path, phase, "torchrun", number)
     assert code
     assert lines.count("stopped") == (number != signal.SIGTERM), lines
     assert [line for line in lines if "seqpar/" in line] == [], "\n".join(lines)  # no traceback of a rank

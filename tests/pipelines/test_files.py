@@ -164,12 +164,7 @@ SCHEDULERS: list[tuple[str | None, int, float | None, str]] = [
     ("KarrasVeScheduler", 4, None, "which steps with "),
     ("SCMScheduler", 4, None, "of SCMScheduler's own process for a model whose own, DDIMScheduler, is of diffusion by"),
     ("FlowMatchEulerDiscreteScheduler", 4, None, "of flow matching for .* expected one of the same, like DDIMSch"),
-    ("LTXEulerAncestralRFScheduler", 4, None, "of flow matching for a model whose own, DDIMScheduler, is of diffusion"),
-    ("EDMEulerScheduler", 4, None, "of EDMEulerScheduler's own process for a model"),
-    ("RePaintScheduler", 4, None, "which steps with .*original_image, mask"),
-    ("ScoreSdeVeScheduler", 4, None, "which steps with "),
     ("VQDiffusionScheduler", 4, None, "which cannot be built: .*num_vec_classes"),
-    ("UnCLIPScheduler", 4, None, "which cannot be built: .*squaredcos_cap_v2"),
     ("PNDMScheduler", 3, None, "got 3 steps, which PNDMScheduler cannot do"),
     ("LCMScheduler", 500, None, "got 500 steps, which LCMScheduler cannot do"),
     (None, 1001, None, "got 1001 steps, expected 1 to 1000"),
@@ -229,11 +224,3 @@ def test_variances_of_a_model_without_them_are_refused(copy: Path, kind: str, me
     path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": "DDPMScheduler", "variance_type": kind}))
     with pytest.raises(ValueError, match=message):
         Files.locate(copy).schedule(None, 4)
-
-
-def test_the_schedule_says_how_often_the_model_is_called() -> None:
-    calls, files = [], Files.locate("builtin")
-    Pipeline.load(files, Mesh.single()).latents(
-        ["cat"], steps=3, guidance=Guidance(1.0), scheduler="HeunDiscreteScheduler", on_step=calls.append
-    )
-    assert len(calls) == len(files.schedule("HeunDiscreteScheduler", 3).timesteps) == 5

@@ -6,7 +6,6 @@ diffusers draws the noise of its unconditional branch within its loop; both draw
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -24,7 +23,6 @@ from torch import Tensor
 from seqpar import Guidance
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.loading.reading import Reader
 from seqpar.loop import loop
 from seqpar.loop import request as checks
 from seqpar.loop.loop import draw_noise
@@ -328,29 +326,6 @@ def test_a_pipeline_in_memory_makes_the_latents_of_its_folder(folders: Mapping[b
         assert made.captions(torch.ones(1, 16, 6)) == loaded.captions(torch.ones(1, 16, 6))
 
 
-def parameters_read(rank: int, world: int, device: torch.device, folder: str) -> list[set[str]]:
-    begin, found = Reader.begin, list[set[str]]()
-
-    def seen(self: Reader, checkpoint: Any, keys: Any, names: Any, like: Any) -> Any:
-        if names:  # else there are no repeats to compare
-            found.append(set(names))
-        return begin(self, checkpoint, keys, names, like)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reader, "begin", seen)
-        Pipeline.load(Files.locate(folder), mesh_for("ulysses", world, device)).release()
-    return found
-
-
-def test_the_ranks_of_a_host_share_the_reading_of_the_model(ranks: Pool, folders: Mapping[bool, Path]) -> None:
-    (alone,) = ranks.run(1, parameters_read, str(folders[True]))
-    (first, mine), (second, other) = ranks.run(2, parameters_read, str(folders[True]))
-    assert first == second == alone[0]
-    assert mine
-    assert not mine & other
-    assert mine | other == alone[1]
-
-
 def on_rank(rank: int, world: int, device: torch.device, args: Args) -> None:
     run(args)
 
@@ -362,26 +337,6 @@ def test_the_command_line_writes_the_picture(ranks: Pool, folders: Mapping[bool,
         pixels = np.asarray(found.convert("RGB"), dtype=np.float64) / 255
     _, shown = theirs(True, 1, 8.0)
     assert np.abs(pixels - shown[0].permute(1, 2, 0).numpy()).max() < 0.6 / 255
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({}, "needs --prompt: it generates images from prompts"),
-        ({"classes": ("1",)}, "--classes 1 with --model"),
-        ({"negative_prompt": "b"}, "the unconditional branch takes noise as its text"),
-        ({"true_guidance": 2.0}, "--guidance is classifier-free for this model"),
-        ({"size": "14"}, "got size 14x14, expected multiples of 4 (patch 2 x decoder 2)"),
-        ({"guidance": 1.0, "mesh": "cfg=2"}, "got cfg=2 with guidance 1.0, expected guidance > 1"),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_one_sentence(
-    folders: Mapping[bool, Path], tmp_path: Path, flags: dict[str, Any], message: str
-) -> None:
-    prompt = {"prompt": ("a",)} if flags else {}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        run(Args(str(folders[True]), **prompt, **flags, out=tmp_path / "x.png"))
 
 
 def test_code_in_a_tokenizers_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

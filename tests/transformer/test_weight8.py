@@ -537,13 +537,6 @@ def test_the_page_counts_these_weights(name: str) -> None:
 # A folder in 8 bits ---------------------------------------------------------------------------------------------
 
 
-def test_another_conversion_to_the_same_folder_is_left_alone(flux: Path, tmp_path: Path) -> None:
-    (tmp_path / "eight.part").mkdir()
-    said = raised(lambda: convert(flux, tmp_path / "eight", precision="fp8"))
-    assert "of another conversion, which may still run" in said
-    assert (tmp_path / "eight.part").is_dir()
-
-
 def test_a_folder_in_8_bits_has_the_bits_of_a_load(flux: Path, tmp_path: Path, capfd: Any) -> None:
     target = tmp_path / "eight"
     command(["convert", str(flux), str(target), "--precision", "fp8"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -383,17 +382,6 @@ def _stream(key: str | int) -> str:
     if isinstance(key, int) or key.endswith(("emb", "index", "indices", "ids")):
         return ""
     return "text" if "encoder" in key or "text" in key or "txt" in key else "image"
-
-
-_FORMER = {"Cut": CutTokens, "Gather": GatherTokens, "Place": Boundary}
-
-
-def __getattr__(name: str) -> Any:
-    """Return a class by its former name, with a warning."""
-    if name not in _FORMER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"got {name}, expected its new name {_FORMER[name].__name__}", FutureWarning, stacklevel=2)
-    return _FORMER[name]
 
 
 IMAGE, TEXT = CutTokens("image"), CutTokens("text", may_be_empty=True)

@@ -134,7 +134,7 @@ def half_table() -> str:
     rows = []
     for model in MODELS:
         work, load = points.run_of(model)
-        flops = explain.half_of_flops(work, 1, load.others)
+        flops = explain.half_of_flops(work, load.others)
         rows.append((model, work.width, work.head_dim, count(flops), count(explain.half_of_time(work, load, H200))))
     return table(("model", "width", "head dim", "half of the FLOPs from", "half of the time on one H200 from"), rows)
 

@@ -8,8 +8,6 @@ Letters: see `seqpar.types.protocols`; s is the number of tokens of one sequence
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import seqpar.attention
 from seqpar.transports import _contract
 from seqpar.types.facts import Cost, Layer, Layout, ShardedLayer, StrategyFacts, Work, core, linear
@@ -68,39 +66,6 @@ def merge_bytes(work: Work, layer: Layer, batch: int, itemsize: int) -> tuple[in
         return 0, 0
     values = batch * layer.calls[0].queries * layer.calls[0].heads * work.head_dim
     return values * (3 * itemsize + (layer.merges - 1) * (itemsize + 8)), layer.merges
-
-
-@dataclass(frozen=True)
-class Totals:
-    """The counted cost of one step.
-
-    flops: the sum over all ranks. elements: what all ranks read and write if every operation runs alone. sent: the
-    bytes that the busiest rank sends or receives in its layers. messages: the number of messages that it sends.
-    """
-
-    flops: int
-    elements: int
-    sent: int
-    messages: int
-
-
-def totals(
-    work: Work,
-    layout: Layout,
-    tokens: int,
-    images: int,
-    guidance: bool,
-    itemsize: int,
-    others: tuple[int, ...] = (),
-    calls: float = 1.0,
-) -> Totals:
-    """The cost of a step of so many calls for `images` pictures; `guidance` doubles the rows of the batch."""
-    rows = images * (2 if guidance else 1)
-    batch = -(-images // layout.data) * (2 if guidance and layout.cfg == 1 else 1)
-    every, cost = layers(work, layout, tokens, batch, others), work.step(rows, tokens, others)
-    sent = work.layers * sum(busiest(every)) * batch * work.head_dim * itemsize
-    messages = work.layers * max(sum(move.messages for move in layer.moves) for layer in every)
-    return Totals(*(round(calls * count) for count in (cost.flops, cost.elements, sent, messages)))
 
 
 def parts(work: Work, b: int, s: int, others: tuple[int, ...] = ()) -> dict[str, Cost]:

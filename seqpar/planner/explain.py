@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from seqpar.planner import costs
-from seqpar.planner.predict import Load, Prediction, predict
+from seqpar.planner.predict import Load, Prediction, predict, totals
 from seqpar.planner.rates import GIB, Rates
 from seqpar.planner.search import Ranking, name_of
 from seqpar.types.facts import Layer, Layout, Work
@@ -44,7 +44,7 @@ def _bounds(ranking: Ranking) -> list[str]:
     rows, least = load.rows(layout) * (local + sum(others)), rates.ridge * load.itemsize / 2
     bound = "arithmetic" if rows >= least else "reading its weights"
     text = f" and {sum(load.others)} of text" if load.others else ""
-    flops, time = half_of_flops(work, 1, load.others), half_of_time(work, load, rates)
+    flops, time = half_of_flops(work, load.others), half_of_time(work, load, rates)
     return [
         f"A GEMM of fewer than {least:.0f} rows is bound by reading its weights; a rank has {rows} rows: {bound}.",
         f"Attention has half of the FLOPs from {_tokens(flops)} on, and half of the time on one rank from "
@@ -69,9 +69,9 @@ def first(holds: Callable[[int], bool], most: int = 1 << 22) -> int | None:
     return high
 
 
-def half_of_flops(work: Work, b: int = 1, others: tuple[int, ...] = ()) -> int | None:
+def half_of_flops(work: Work, others: tuple[int, ...] = ()) -> int | None:
     def holds(s: int) -> bool:
-        cost = costs.parts(work, b, s, others)
+        cost = costs.parts(work, 1, s, others)
         return cost["attention"].flops >= cost["GEMMs"].flops
 
     return first(holds)
@@ -105,8 +105,7 @@ def _table(ranking: Ranking) -> list[str]:
     lines = [f"{'layout':<34} {'MB sent':>9} {'exchanges':>9} {'ms per step':>11} {head} {'GiB/rank':>10}"]
     for row in ways(ranking):
         layout = row.layout
-        sizes = load.tokens, load.images, load.guidance, load.itemsize, load.others, load.calls
-        cost = costs.totals(work, layout, *sizes)
+        cost = totals(work, load, layout)
         exchanges = round(load.calls * work.layers * len(_layer(work, load, layout).moves)) + (layout.cfg > 1)
         parts = " ".join(f"{getattr(row, part):10.2f}" for part in PARTS)
         counts = f"{cost.sent / 1e6:9.1f} {exchanges:9}"

@@ -150,6 +150,28 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
     )
 
 
+@dataclass(frozen=True)
+class Totals:
+    """The counted cost of one step.
+
+    flops: the sum over all ranks. elements: what all ranks read and write if every operation runs alone. sent: the
+    bytes that the busiest rank sends or receives in its layers. messages: the number of messages that it sends.
+    """
+
+    flops: int
+    elements: int
+    sent: int
+    messages: int
+
+
+def totals(work: Work, load: Load, layout: Layout) -> Totals:
+    batch, rows = load.rows(layout), load.images * (2 if load.guidance else 1)
+    every, cost = layers(work, layout, load.tokens, batch, load.others), work.step(rows, load.tokens, load.others)
+    sent = work.layers * sum(busiest(every)) * batch * work.head_dim * load.itemsize
+    messages = work.layers * max(sum(move.messages for move in layer.moves) for layer in every)
+    return Totals(*(round(load.calls * count) for count in (cost.flops, cost.elements, sent, messages)))
+
+
 def curve_of(rates: Rates, layout: Layout, ranks: int) -> Curve:
     return rates.exchange[BETWEEN if rates.crosses(ranks) else layout.transport]
 

@@ -6,20 +6,19 @@ the planner uses committed defaults; a printed plan names the source of its rate
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
 import tempfile
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import groupby, pairwise
 from math import exp, log
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 
 from seqpar.mesh.mesh import Mesh
@@ -312,8 +311,8 @@ def save(rates: Rates, count: int) -> Path:
     path = _path(rates.device, count, rates.dtype, rates.host)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    with os.fdopen(handle, "w") as file:
-        json.dump(asdict(rates), file, indent=1)
+    with os.fdopen(handle, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(rates), indent=1))
     os.replace(temporary, path)
     return path
 
@@ -332,20 +331,12 @@ def _path(device: str, count: int, dtype: str, host: int | None) -> Path:
 
 def _read(path: Path) -> Rates:
     try:
-        kept = json.loads(path.read_text())
-        values: dict[str, Any] = {field.name: kept[field.name] for field in fields(Rates) if field.name != "host"}
-        values["gemm"] = _curve(values["gemm"])
-        values["attention"] = {int(dim): _curve(points) for dim, points in values["attention"].items()}
-        values["exchange"] = {name: _curve(points) for name, points in values["exchange"].items()}
-        return Rates(**values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        measured = msgspec.json.decode(path.read_bytes(), type=Rates)
+        for curve in (measured.gemm, *measured.attention.values(), *measured.exchange.values()):
+            if not curve or any(y <= 0 for _, y in curve) or any(a >= b for (a, _), (b, _) in pairwise(curve)):
+                raise ValueError(f"expected points of rising x and positive y, got {curve}")
+    except ValueError as error:
         raise ValueError(
             f"got {path}, which holds no rates ({error!r}); delete it, or measure again: launch/bench.py rates"
         ) from error
-
-
-def _curve(points: Any) -> Curve:
-    curve = tuple((float(x), float(y)) for x, y in points)
-    if not curve or any(y <= 0 for _, y in curve) or any(a >= b for (a, _), (b, _) in pairwise(curve)):
-        raise ValueError(f"expected points of rising x and positive y, got {curve}")
-    return curve
+    return measured

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from seqpar.mesh.mesh import fill
-from seqpar.planner.costs import exact_strategies, facts_of, strategies, totals, why_not
-from seqpar.planner.predict import Load, Prediction, predict
+from seqpar.planner.costs import exact_strategies, facts_of, strategies, why_not
+from seqpar.planner.predict import Load, Prediction, predict, totals
 from seqpar.planner.rates import GIB, Rates
 from seqpar.types.facts import Layout, Work
 
@@ -90,8 +90,7 @@ class Ranking:
 
     def counts(self) -> str:
         layout, load = self.best, self.load
-        sizes = load.tokens, load.images, load.guidance, load.itemsize, load.others, load.calls
-        cost = totals(self.work, layout, *sizes)
+        cost = totals(self.work, load, layout)
         text = f"a step: {cost.flops / 1e12:.3g} TFLOP, {cost.elements * load.itemsize / 1e9:.3g} GB read and written"
         if layout.sequence > 1:
             text += f"; the busiest rank sends {cost.sent / 1e6:.3g} MB in {cost.messages} messages ({name_of(layout)})"

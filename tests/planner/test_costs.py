@@ -18,6 +18,7 @@ from seqpar.loop.models import dit, large_dit
 from seqpar.mesh.mesh import Mesh
 from seqpar.mesh.shard import Shard
 from seqpar.planner import costs
+from seqpar.planner.predict import Load, totals
 from seqpar.types.facts import Blocks, Layer, Layout, Move, Work
 from seqpar.types.protocols import Given, Prepare
 from tests.attention.test_strategies import ONE_STREAM
@@ -212,15 +213,16 @@ def test_merges_of_a_ring_by_hand() -> None:
 
 def test_totals_of_a_step_by_hand() -> None:
     """Large-DiT-7B sends 3.1 MB a layer for one guided picture of 256 tokens in bf16 on four ranks by ulysses."""
-    found = costs.totals(SEVEN_B, layout("ulysses", 1, 4), 256, 1, True, 2)
+    load = Load(1, 256, True, steps=1, itemsize=2, parameters=0, latent=16, labels=2, table=0)
+    found = totals(SEVEN_B, load, layout("ulysses", 1, 4))
     assert found.flops == SEVEN_B.step(2, 256).flops
     assert found.elements == SEVEN_B.step(2, 256).elements
     assert found.sent / 32 == pytest.approx(3.1e6, abs=0.05e6)
     assert found.messages == 32 * 2 * 3
-    apart = costs.totals(SEVEN_B, Layout(1, 2, 1, 2, "ulysses", "gloo"), 256, 1, True, 2)
+    apart = totals(SEVEN_B, load, Layout(1, 2, 1, 2, "ulysses", "gloo"))
     assert apart.flops == found.flops
     assert apart.sent / 32 == pytest.approx(4.2e6 / 2, abs=0.05e6)  # each rank has one guidance branch
-    assert costs.totals(SEVEN_B, layout("ulysses"), 256, 1, True, 2).sent == 0
+    assert totals(SEVEN_B, load, layout("ulysses")).sent == 0
 
 
 def test_what_strategies_say_is_the_same_for_all_that_ask() -> None:

@@ -1,15 +1,16 @@
-"""Turns the flags of a request into arguments of a diffusers pipeline's call; refuses flags that it does not take."""
+"""Turns a request into arguments of a diffusers pipeline's call; refuses what the pipeline or its parts do not take."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import diffusers
 from PIL import Image
 
-from seqpar.families import _find
+from seqpar.families import Preset, _find
 from seqpar.families._modular import is_modular, parameters_of, takes_image
 from seqpar.loading.checkpoint import Fitted
 from seqpar.loading.folder import PipelineParts
@@ -17,6 +18,8 @@ from seqpar.loading.names import importing_pipelines
 from seqpar.loading.pipeline import SHARING
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.protocol import FOR_CLASSES, Frames, GenerationRequest
+from seqpar.transformer.step_cache import check_blocks_for, step_cache
+from seqpar.types.guidance import Guidance
 
 SIDES = ("height", "width")  # arguments of a pipeline's call
 SLIGHT = 0.02  # a change of the ratio of a picture's sides that cannot be seen
@@ -312,3 +315,74 @@ def check_frames(request: GenerationRequest, name: str, frames: Frames | None) -
         counted = f"{rest} more than a multiple of {factor}" if rest else f"a multiple of {factor}"
         why = f"the decoder of {name} generates {factor} frames per latent frame"
         raise ValueError(f"got --frames {request.frames}, expected {counted}, such as {near}: {why}")
+
+
+# Preset, precision, step cache and guidance -------------------------------------------------------------------------
+
+
+def preset_of(request: GenerationRequest, name: str, index: Mapping[str, Any]) -> Preset | None:
+    """Return the preset that a request names, or that of its own sigmas. name, index: of the pipeline's class."""
+    known = _find.presets(name, index)
+    if request.sigmas:
+        request.refuse("the sigmas set the steps", preset=request.preset)
+        return Preset("sigmas", "", len(request.sigmas), sigmas=request.sigmas)
+    if request.preset not in known:
+        request.refuse(_find.why_no_preset(name, known), preset=request.preset)
+    return known.get(request.preset or "")
+
+
+def check_guidance(
+    request: GenerationRequest, preset: Preset, parameters: Mapping[str, inspect.Parameter], embeds: bool
+) -> None:
+    """Refuse a preset with guidance as an input of a transformer that takes none. embeds: whether it takes one."""
+    if "guidance_scale" in preset.arguments and "true_cfg_scale" in parameters and not embeds:
+        request.refuse("it sets guidance as an input, which this transformer does not take", preset=request.preset)
+
+
+def with_preset(request: GenerationRequest, preset: Preset) -> GenerationRequest:
+    """Return the request with a preset's steps, and with its scales where the request has none."""
+    scale, true_scale = preset.arguments.get("guidance_scale"), preset.arguments.get("true_cfg_scale")
+    what = f"the preset {preset.name} sets" if not request.sigmas else "the sigmas set"
+    request.refuse(f"{what} it; leave one out", scheduler=request.scheduler)
+    return replace(
+        request,
+        steps=preset.steps,
+        guidance=scale if request.guidance is None else request.guidance,
+        true_guidance=true_scale if request.true_guidance is None else request.true_guidance,
+    )
+
+
+def check_blocks(request: GenerationRequest, parts: PipelineParts, why_not: Callable[[Any], str | None]) -> None:
+    """Refuse a precision that a transformer's blocks cannot compute in."""
+    if request.precision is None:
+        return
+    for module in parts.transformers.values():
+        if (reason := why_not(module)) is not None:
+            request.refuse(reason, precision=request.precision)
+
+
+def check_cache(request: GenerationRequest, parts: PipelineParts) -> None:
+    """Refuse a step cache that a transformer cannot have."""
+    options = step_cache(request.cache)
+    try:
+        check_blocks_for(options, parts.transformers.values())
+    except ValueError as error:
+        request.refuse(str(error), cache=request.cache)
+
+
+def guidance_of(
+    request: GenerationRequest, parts: PipelineParts, parameters: Mapping[str, inspect.Parameter]
+) -> tuple[Guidance, float | None]:
+    """Return classifier-free guidance, and the scale that the transformer takes as an input, or None."""
+    scale: Any = request.guidance
+    if scale is None and "guidance_scale" in parameters:
+        scale = parameters["guidance_scale"].default
+    if _find.is_distilled(str(parts.index["_class_name"]), parts.index):
+        request.refuse("this model is distilled: it has one branch", guidance=request.guidance)
+        scale = 1.0
+    scale = float(scale) if isinstance(scale, (int, float)) else 1.0
+    if "true_cfg_scale" in parameters:
+        return Guidance(request.true_guidance or 1.0), scale if parts.config.get("guidance_embeds") else None
+    if _find.is_guided(parts.transformer) or "guidance_scale" not in parameters:
+        return Guidance(scale), None
+    return Guidance(1.0), scale

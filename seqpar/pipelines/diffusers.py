@@ -40,19 +40,25 @@ from seqpar.pipelines.arguments import (
     MASK,
     RATE,
     arguments_of,
+    check_blocks,
+    check_cache,
     check_control,
     check_flags,
     check_frames,
+    check_guidance,
     check_limits,
     controlled,
     draws_anew,
     frame_rate,
     frames_of,
+    guidance_of,
     length_of,
     makes_videos,
     own_rate,
+    preset_of,
     shown_image,
     taking_images,
+    with_preset,
 )
 from seqpar.pipelines.calls import (
     estimated,
@@ -68,7 +74,6 @@ from seqpar.pipelines.own_loop import timed
 from seqpar.pipelines.pictures import Sound, digest
 from seqpar.pipelines.planning import Planned, grid_of, planned
 from seqpar.pipelines.protocol import NO_LORA, Events, Frames, GenerationRequest, Result, as_text, no_event, scales
-from seqpar.pipelines.requests import check_blocks, check_cache, check_guidance, guidance_of, preset_of, with_preset
 from seqpar.planner.plan import Plan, is_lossy, settled
 from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files

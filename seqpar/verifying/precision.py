@@ -8,8 +8,11 @@ changes.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -21,7 +24,6 @@ from seqpar.families._modular import called, is_modular, parameters_of, stepping
 from seqpar.loading.parts import transformers_of
 from seqpar.transformer.lossy import computed_by, computed_steps
 from seqpar.transformer.parallelize import call_of, calls_of
-from seqpar.verifying.quality import distance
 
 PROMPTS = (
     "A photograph of an old sailing ship in a harbour at dawn",
@@ -34,6 +36,8 @@ PROMPTS = (
     "A close view of a watch with its gears, macro photograph",
 )
 WORST = 5  # GEMMs that are named
+BACKBONE = "alexnet-owt-7be5be79.pth"  # torchvision's; the package `lpips` has the weights of its own layers
+LPIPS = ("lpips", "torchvision")  # packages of the extra `quality`
 EXACT = 'the pipeline has neither 8 bits nor a step cache; call seqpar.parallelize(pipe, precision="fp8"), or cache='
 
 
@@ -42,7 +46,7 @@ class Difference:
     """Two runs with one seed. latents, pixels: the relative error, |got - wanted| / |wanted|. psnr: of pixels, in dB.
 
     frames: the PSNR of the differences of neighbouring frames of a video, in dB; None for images. lpips: None where it
-    cannot be computed (`seqpar.verifying.quality`).
+    cannot be computed (`lpips_on`).
     """
 
     latents: float | None
@@ -155,7 +159,7 @@ class Runs:
             modules = self.drawn()
         largest = sorted(gemms, key=lambda gemm: (-gemm.error, gemm.name))[:WORST]
         named = tuple((gemm.name.replace("|", "."), gemm.error) for gemm in largest if gemm.error)
-        lpips, why = distance(self.mesh.device)
+        lpips, why = lpips_on(self.mesh.device)
         errors, floor = differences(lossy, plain, lpips), differences(plain, modules, lpips)
         whose = ", ".join(["8 bits"] * eight + ["cache"] * cached)
         error = PrecisionError(
@@ -290,3 +294,34 @@ def decibels(of: Difference) -> float:
 def _psnr(got: np.ndarray, wanted: np.ndarray) -> float:
     mean = float(np.square(got - wanted).mean())
     return 10 * math.log10(1 / mean) if mean else math.inf
+
+
+def lpips_on(device: torch.device) -> tuple[Callable[[np.ndarray, np.ndarray], float] | None, str | None]:
+    """Return the mean LPIPS of images (..., height, width, 3) with values from 0 to 1, or why it is left out.
+
+    Nothing is downloaded. Source: https://arxiv.org/abs/1801.03924.
+    """
+    if not all(map(find_spec, LPIPS)):
+        return None, "LPIPS is left out: it needs lpips and torchvision (the extra `quality`)"
+    file = Path(torch.hub.get_dir()) / "checkpoints" / BACKBONE
+    if not file.exists():
+        return (
+            None,
+            f"LPIPS is left out: there is no {file}; torchvision.models.alexnet(weights='DEFAULT') downloads it",
+        )
+    import lpips  # pyright: ignore[reportMissingImports]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it names torchvision's weights as older versions do
+        net: Any = lpips.LPIPS(net="alex", verbose=False).to(device)
+
+    def image(pixels_HWC: np.ndarray) -> Tensor:
+        return torch.from_numpy(pixels_HWC).permute(2, 0, 1)[None].to(device, torch.float32)
+
+    @torch.no_grad()
+    def of(got: np.ndarray, wanted: np.ndarray) -> float:
+        pairs = zip(*(pixels.reshape(-1, *pixels.shape[-3:]) for pixels in (got, wanted)), strict=True)
+        values = [float(net(image(one), image(other), normalize=True)) for one, other in pairs]
+        return sum(values) / len(values)
+
+    return of, None

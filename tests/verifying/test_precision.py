@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.verifying import quality
+from seqpar.verifying import precision
 from seqpar.verifying.precision import PrecisionError
 from tests.support.pool import Pool
 from tests.support.sharded import CPU, raised
@@ -73,13 +73,13 @@ def test_lpips_is_that_of_the_package_where_all_weights_are_on_disk(
             assert got.shape == wanted.shape == (1, 3, 4, 6)
             return (got - wanted).mean().reshape(1, 1, 1, 1)
 
-    monkeypatch.setattr(quality, "find_spec", lambda name: None if there == "nothing" else name)
+    monkeypatch.setattr(precision, "find_spec", lambda name: None if there == "nothing" else name)
     monkeypatch.setitem(sys.modules, "lpips", SimpleNamespace(LPIPS=made))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     if there == "weights":
-        (tmp_path / "checkpoints" / quality.BACKBONE).touch()
-    of, why = quality.distance(CPU)
+        (tmp_path / "checkpoints" / precision.BACKBONE).touch()
+    of, why = precision.lpips_on(CPU)
     says = {"nothing": "the extra `quality`", "packages": f"there is no {tmp_path}", "weights": "None"}[there]
     assert says in str(why)
     assert (of is None) == (there != "weights")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import shutil
 import signal
@@ -45,9 +44,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # as `seqpar` sets it for its ranks; a forked rank has the setting of the server that has imported torch
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-# Triton exists on Linux only, and nothing launches its kernels elsewhere
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -179,15 +179,13 @@ def _is_hopper(device: torch.device) -> bool:
 def _used(device: torch.device) -> list[Row]:
     import torch
 
-    from seqpar.kernels import _quack, _triton
+    from seqpar.kernels import _quack
     from seqpar.mesh.mesh import default_dtype
     from seqpar.planner.plan import choose_local
 
     dtype = default_dtype(device)
     if device.type != "cuda":
         kernels = "plain torch: Triton kernels need a GPU"
-    elif _triton.triton is None:
-        kernels = "plain torch: Triton is missing"
     else:
         quack = _quack.why_not()
         kernels = f"Triton; GEMMs with activations by {'quack' if quack is None else f'torch ({quack})'}"

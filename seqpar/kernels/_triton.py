@@ -1,35 +1,20 @@
-"""Triton where it is installed (Linux), and the rules that say when its kernels are used.
-
-Without Triton the kernel files can still be imported: their references run, and nothing launches a kernel.
-"""
+"""Triton, and the rules that say when its kernels are used."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    jit: Any = triton.jit
-except ImportError:  # no Triton for this platform
-    triton: Any = None
-    tl: Any = None
-    TensorDescriptor: Any = None
-
-    def _never(function: Any = None, **options: Any) -> Any:
-        """Return a kernel's function unchanged, as a decorator with or without options; nothing calls it."""
-        return _never if function is None else function
-
-    jit: Any = _never
+jit: Any = triton.jit
 
 
 def fused(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Return whether kernels run on these tensors: on GPUs, without gradients, and not in fp64 (references do that)."""
-    if not x.is_cuda or x.dtype == torch.float64 or triton is None:
+    if not x.is_cuda or x.dtype == torch.float64:
         return False
     tensors = (tensor for tensor in (x, *others) if tensor is not None)
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))

@@ -21,9 +21,9 @@ from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 
 NANOSECONDS = 10**9
 A_SECOND = 1000  # reads of the flags that count as a second in Triton's interpreter, which has no timer
-NANOSECONDS_A_LOOK = tl and tl.constexpr(NANOSECONDS // A_SECOND)
+NANOSECONDS_A_LOOK = tl.constexpr(NANOSECONDS // A_SECOND)
 LOOKS_ON_HOST, PAUSE_S = 16, 50e-6  # on CPUs a rank rests between looks after so many
-LOOKS = tl and tl.constexpr(1024)  # reads of the flags between two reads of the clock: about a millisecond
+LOOKS = tl.constexpr(1024)  # reads of the flags between two reads of the clock: about a millisecond
 
 
 class Late(NamedTuple):

@@ -23,7 +23,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 """Something for the rank before, and something for the rank after."""
 WORDS = 512  # words that one program moves
 Key = tuple[tuple[int, ...], tuple[int, ...], int, int]
-TYPES = tl and {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def send(edges: Pair, there: Pair, flags: Flags) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import softmax_weights
-from seqpar.kernels._triton import triton
 from seqpar.kernels.softmax_weights import SoftmaxWeights, Tile
 
 OVER = 256  # up to this head dim there are flash kernels
@@ -41,8 +40,6 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
         return f"takes fp16 and bf16, not {dtype}"
     if head_dim <= OVER or head_dim % 8:
         return f"head dim {head_dim} is not a multiple of 8 over {OVER}"
-    if triton is None:
-        return "needs Triton"
     return None if torch.cuda.get_device_capability(device) >= (9, 0) else "needs a Hopper GPU or later"
 
 

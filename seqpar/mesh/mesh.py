@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -261,7 +260,7 @@ def gathered(axis: Axis, device: torch.device, local: torch.Tensor, what: str) -
 def _board_of(axis: Axis, device: torch.device) -> Board | None:
     """Return a new board of an axis; None for ranks of several machines or without shared memory. Collective."""
     named = collected(axis, device, (socket.gethostname(), os.getpid()), tuple[str, int])
-    if len({name for name, _ in named}) > 1 or sys.platform != "linux":  # only Linux has files in memory
+    if len({name for name, _ in named}) > 1:
         return None
     size, path, memory = nbytes_for(axis.size), "", None
     with ExitStack() as opened:

@@ -31,7 +31,6 @@ from tests.support.meshes import EXACT, LAYOUTS, TRANSPORTS, mesh_for, random, r
 from tests.support.pairs import covering
 from tests.support.pool import Pool
 
-pytest.importorskip("triton")
 # numpy warns in the interpreter, where it computes activations
 pytestmark = [
     pytest.mark.slow,

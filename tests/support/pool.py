@@ -8,7 +8,6 @@ world stays the same. Results come back in rank order; the first error of a rank
 from __future__ import annotations
 
 import gc
-import importlib.util
 import io
 import multiprocessing
 import os
@@ -120,15 +119,11 @@ class Pool:
 
 @cache
 def quicken() -> None:
-    """Make the interpreter of kernels faster in this process and its forks, where Triton exists."""
-    if importlib.util.find_spec("triton"):
-        from tests.support.interpreter import (  # here, because Triton must load after its variable is set
-            keep_language,
-            keep_types,
-        )
+    """Make the interpreter of kernels faster in this process and its forks."""
+    from tests.support.interpreter import keep_language, keep_types  # Triton must load after its variable is set
 
-        keep_language()
-        keep_types()
+    keep_language()
+    keep_types()
 
 
 def share_device() -> None:

@@ -109,7 +109,6 @@ def by_kernels(rank: int, world: int, device: torch.device, *args: Any) -> int:
 
 @pytest.mark.parametrize("world", [3])
 def test_every_edge_arrives_at_its_place_by_the_kernels_themselves(ranks: Pool, world: int) -> None:
-    pytest.importorskip("triton")
     for dtype, step in ((torch.bfloat16, 2), (torch.uint8, 7), (torch.float64, 7), (torch.bool, 7)):
         assert ranks.run(world, by_kernels, dtype, range(0, 30, step)) == [0] * world, dtype
 

@@ -265,7 +265,6 @@ BY_KERNELS = [(world, case) for world in (2, 3) for case in CASES] if DEVICE == 
 
 @pytest.mark.parametrize(("world", "case"), BY_KERNELS, ids=str)
 def test_heads_by_peer_by_the_kernels_themselves(ranks: Pool, world: int, case: Case) -> None:
-    pytest.importorskip("triton")
     ranks.run(world, by_kernels, case, 4 if DEVICE == "cuda" else 2)
 
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.kernels._triton import triton
 from seqpar.mesh.board import anonymous, name_of, path_of
 from seqpar.mesh.inputs import collect_on_axis
 from seqpar.mesh.mesh import Axis
@@ -100,8 +99,6 @@ def _why_not_here(axis: Axis, device: torch.device) -> str | None:
         return f"a rank with GPU {mine} does not see GPU {unseen[0]}: make all GPUs visible to every rank"
     if blocked := [other for other in others if not torch.cuda.can_device_access_peer(mine, other)]:
         return f"GPU {mine} has no peer access to GPU {blocked[0]}"
-    if triton is None:
-        return "Triton is not installed, and its kernels raise the flags"
     if os.environ.get(MULTICAST, "1") != "1":
         return f"{MULTICAST} is not 1, but this transport does not use multicast"
     return None

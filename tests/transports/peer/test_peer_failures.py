@@ -186,8 +186,6 @@ def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, 
 
 @pytest.mark.parametrize("how", ["deliver", "kernel", "kernel that writes"])
 def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, how: str) -> None:
-    if how != "deliver":
-        pytest.importorskip("triton")
     *late, last = ranks.run(3, silent, how)
     for rank, (message, seconds) in enumerate(late):
         assert f"rank {rank}: timed out after 3 s waiting for rank 2 (axis ulysses, exchange 1 of q, k, v" in message
@@ -198,7 +196,6 @@ def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, how: str) -
 @pytest.mark.parametrize("come_s", [None, 0.05])
 def test_a_kernel_looks_at_the_clock_until_the_deadline(monkeypatch: pytest.MonkeyPatch, come_s: float | None) -> None:
     """Run the timed loop with a fake clock, as the interpreter has none: a rank that never comes, and a late one."""
-    pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("a GPU has a clock: see the test above")
     extra, start = flags.tl.extra, time.monotonic_ns()

@@ -1,7 +1,7 @@
-"""Attention by the FlashAttention packages: 4 (`flash_attn.cute`), else 3 (`flash_attn_interface`), else 2.
+"""Attention by the package flash-attn-4 (`flash_attn.cute`).
 
 Where it is installed it is the first choice on Hopper at head dims 64 and 128 (see `preference`).
-Grouped-query heads need no copies. FlashAttention-4 compiles a kernel for each head dim on first use.
+Grouped-query heads need no copies. It compiles a kernel for each head dim on first use.
 """
 
 from __future__ import annotations
@@ -14,13 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# generation -> (module, the argument that makes it return the log-sum-exp)
-PACKAGES = {
-    4: ("flash_attn.cute", "return_lse"),
-    3: ("flash_attn_interface", "return_attn_probs"),
-    2: ("flash_attn", "return_attn_probs"),
-}
-
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
     if device.type != "cuda":
@@ -29,12 +22,9 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
         return "takes no key masks"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes fp16 and bf16, not {dtype}"
-    package = _find()
-    if isinstance(package, str):
+    if isinstance(package := _find(), str):
         return package
-    if head_dim % 8 or head_dim > (128 if package[0] == 4 else 256):
-        return f"FlashAttention-{package[0]} does not take head dim {head_dim}"
-    return None
+    return f"does not take head dim {head_dim}" if head_dim % 8 or head_dim > 128 else None
 
 
 def preference(major: int, head_dim: int) -> int:
@@ -43,13 +33,9 @@ def preference(major: int, head_dim: int) -> int:
 
 
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """Return None if a query's bits depend on that query alone (measured for generation 4), otherwise the reason."""
-    if device.type != "cuda":
-        return f"needs a GPU, not {device.type}"
+    """Return None if it is there: a query's bits depend on that query alone (measured)."""
     package = _find()
-    if isinstance(package, str):
-        return package
-    return None if package[0] == 4 else f"FlashAttention-{package[0]} may split its work by row counts"
+    return package if isinstance(package, str) else None
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
@@ -62,18 +48,12 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
     package = _find()
     if isinstance(package, str):
         raise ImportError(package)
-    function, with_lse = package[1:]
-    result = function(q_BLHD, k_BLGD, v_BLGD, **{with_lse: True})
-    # generation 2 returns (out, lse, probabilities), the others (out, lse)
-    return result[0], result[1]
+    return package(q_BLHD, k_BLGD, v_BLGD, return_lse=True)
 
 
 @cache
-def _find() -> tuple[int, Callable[..., Any], str] | str:
-    reasons = []
-    for generation, (module, with_lse) in PACKAGES.items():
-        try:
-            return generation, importlib.import_module(module).flash_attn_func, with_lse
-        except (ImportError, AttributeError) as error:
-            reasons.append(f"FlashAttention-{generation}: {error}")
-    return "not installed (pip install -e '.[flash]' in a clone): " + "; ".join(reasons)
+def _find() -> Callable[..., Any] | str:
+    try:
+        return importlib.import_module("flash_attn.cute").flash_attn_func
+    except (ImportError, AttributeError) as error:
+        return f"not installed (pip install -e '.[flash]' in a clone): {error}"

@@ -16,7 +16,6 @@ import seqpar.loop.models
 import seqpar.pipelines
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
-from seqpar.cli.main import command
 from seqpar.cli.sample import run
 from seqpar.local import reference
 from seqpar.loop.blueprint import locate
@@ -51,18 +50,10 @@ def test_every_model_is_planned_by_its_config_and_work(capsys: pytest.CaptureFix
     assert "a step: " in two
 
 
-def test_a_model_without_a_family_is_planned_and_not_sampled(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    command(["plan", "--model", "dit-s/8", "--gpus", "2", "--classes", "1"])
-    known = capsys.readouterr().out
+def test_a_model_without_a_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(class_labels, "MODELS", ())
-    command(["plan", "--model", "dit-s/8", "--gpus", "2"])
-    assert capsys.readouterr().out == known
-    command(["plan", "--model", "dit-s/8", "--gpus", "2", "--guidance", "1"])
-    assert ", guidance 1, " in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no pipeline here runs dit-s/8; plan it"):
-        run(Args(model="dit-s/8", out=tmp_path / "x.png"))
+    with pytest.raises(ValueError, match="no pipeline here runs dit-s/8; add its family"):
+        find("dit-s/8")
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -144,8 +144,6 @@ def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[P
     request = request_of(args, mesh, pictures_of(args) if pictures is None else pictures)
     job = source.check(request if args.dry_run is None else _completed(request, source))
     if args.dry_run is None:
-        if job.why_not_run is not None:
-            raise ValueError(f"{job.why_not_run}; plan it (seqpar plan), or use it as a library")
         if job.video:
             check_encoder()
         *others, last = outputs(args, job)

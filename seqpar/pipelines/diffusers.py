@@ -236,7 +236,6 @@ class DiffusersJob:
     channels: int
     pixels: tuple[int, int] | None
     exact: bool
-    why_not_run = None
     decodes = True
     labels = None
 

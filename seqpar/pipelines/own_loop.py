@@ -33,9 +33,7 @@ from seqpar.pipelines.planning import Grid
 from seqpar.pipelines.protocol import (
     NO_CACHE,
     NO_EIGHT,
-    NO_IMAGES,
     NO_LORA,
-    NO_PRESET,
     Events,
     GenerationRequest,
     Result,
@@ -55,13 +53,15 @@ from seqpar.vae.strips import MODES, DecodeMode, Spread
 
 
 def native(name: str | Path, families: Sequence[Any]) -> Files:
-    """Return the files of a model without a pipeline's folder: those of the family that runs it, or for planning alone.
+    """Return the files of a model without a pipeline's folder, by the family that runs it; ValueError without one.
 
     families: modules with `MODELS` and `Files`.
     """
     blueprint = locate(name)
     family = next((family for family in families if issubclass(blueprint.module.Model, family.MODELS)), None)
-    return Files(blueprint) if family is None else family.Files.locate(blueprint)
+    if family is None:
+        raise ValueError(f"no pipeline here runs {blueprint.name}; add its family (CONTRIBUTING.md)")
+    return family.Files.locate(blueprint)
 
 
 def timed(
@@ -161,15 +161,8 @@ class Files:
         return scheduler
 
     def check(self, request: GenerationRequest) -> OwnJob:
-        """Return the job of a request for a model that can only be planned; ValueError for flags that do not fit."""
-        request.refuse(NO_LORA, lora=request.loras)
-        request.refuse(NO_PRESET, preset=request.preset, sigmas=request.sigmas)
-        request.refuse(NO_IMAGES, image=request.images, strength=request.strength)
-        scale = request.guidance
-        if scale is None:  # as the model's usual run
-            scale = 4.0 if work_of(self.blueprint.config).guided else 1.0
-        count = [name for name in request.classes or request.prompts or ("",) for _ in range(request.repeat)]
-        return self.job(None, request, Guidance(scale), None, count, named={})
+        """Return the job of a request, by `job`; ValueError for flags that do not fit. Of a family."""
+        raise NotImplementedError
 
     def job(
         self,
@@ -185,17 +178,16 @@ class Files:
     ) -> OwnJob:
         """Return the job of these files for one image of each of `asked`, the classes or prompts.
 
-        scheduler: with its timesteps set; without one the request's steps are the evaluations. loading, settings: in
-        addition to those of every model. more: further fields of `OwnJob`.
+        scheduler: with its timesteps set. loading, settings: in addition to those of every model. more: further fields
+        of `OwnJob`.
         """
         if not eight.blocks_of(self.blueprint.meta()):
             request.refuse(NO_EIGHT, precision=request.precision)
         request.refuse("errors are measured for pipelines of diffusers alone", min_psnr=request.min_psnr)
         request.refuse(NO_CACHE, cache=request.cache)
         self.latent_size(request.size)
-        evaluations = request.steps if scheduler is None else len(scheduler.timesteps)
         shared = {"steps": request.steps, "seed": request.seed, "size": request.size, "guidance": guidance}
-        load = self.load_of(asked, guidance.on, evaluations, request.dtype, request.size)
+        load = self.load_of(asked, guidance.on, len(scheduler.timesteps), request.dtype, request.size)
         return OwnJob(
             source=self,
             request=request,
@@ -251,9 +243,9 @@ def checked_vae(path: Any, blueprint: Blueprint) -> Any:
 class OwnJob:
     """A checked request for a model with our own loop: `seqpar.pipelines.protocol.Job`.
 
-    pipeline: the class whose `load(**loading, plan=plan)` returns the `Loaded` model; None for a model that can only be
-    planned. settings: arguments of `Loaded.latents`. named: classes or prompts as the user named them, for metadata.
-    labels: of the images of one sheet. more_notes: (title, text) of further lines of the summary.
+    pipeline: the class whose `load(**loading, plan=plan)` returns the `Loaded` model. settings: arguments of
+    `Loaded.latents`. named: classes or prompts as the user named them, for metadata. labels: of the images of one
+    sheet. more_notes: (title, text) of further lines of the summary.
     """
 
     source: Files
@@ -288,10 +280,6 @@ class OwnJob:
         return height * self.source.factor, width * self.source.factor
 
     default_pixels = pixels
-
-    @property
-    def why_not_run(self) -> str | None:
-        return None if self.pipeline is not None else f"no pipeline here runs {self.request.model}"
 
     @property
     def steps(self) -> int:

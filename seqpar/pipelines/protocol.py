@@ -241,11 +241,6 @@ class Job(Protocol):
         ...
 
     @property
-    def why_not_run(self) -> str | None:
-        """Why the model can be planned, but no pipeline here runs it; None if one does."""
-        ...
-
-    @property
     def why_not_planned(self) -> str | None: ...  # why the planner does not know this run, or None
 
     @property

@@ -93,7 +93,7 @@ class CheckedModel:
         kept: Any = {"precision": precision, "min_psnr": min_psnr, "cache": cache, "park": park}
         request = GenerationRequest(name, dtype, **shown, images=images, mask=mask, **kept)
         ranks.on_all_ranks(lambda: request.check_precision(ranks.device))
-        example = ranks.on_all_ranks(lambda: _runnable(source.check(request)))
+        example = ranks.on_all_ranks(lambda: source.check(request))
         video = ranks.on_all_ranks(lambda: _video_facts(example))
         plan = make(example.work, example.load, dtype, ranks, Preferences())
         fitting = ranks.on_all_ranks(lambda: FittingLoras.of(example, loras))
@@ -330,12 +330,6 @@ def latent_pixels(source: Source) -> int | None:
 def example_images(needed: bool) -> tuple[Picture, ...]:
     """An image in place of a client's, if one is needed."""
     return (Picture("an example", Image.new("RGB", (EXAMPLE, EXAMPLE))),) if needed else ()
-
-
-def _runnable(job: Job) -> Job:
-    if job.why_not_run is not None:
-        raise ValueError(f"{job.why_not_run}; serve a model that `seqpar sample` can run")
-    return job
 
 
 def _video_facts(job: Job) -> VideoFacts | None:

@@ -119,6 +119,11 @@ class Page:
         return self["history"].find_elements("tag name", "button")
 
     @property
+    def images(self) -> list[str | None]:
+        """Names of the form's input images."""
+        return [image.get_attribute("alt") for image in self["inputs"].find_elements("tag name", "img")]
+
+    @property
     def jobs(self) -> list[str]:
         """Texts of the queue, a prompt and what is said of it each."""
         return self.driver.execute_script("return [...document.querySelectorAll('#jobs li')].map((x) => x.innerText)")

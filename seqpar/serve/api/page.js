@@ -13,7 +13,7 @@ const AUTO = "auto", OTHER = "other";
 const NUMBERS = ["n", "seconds", "fps", "steps", "guidance", "true_guidance", "strength", "control_scale"];
 const CHOICES = ["negative_prompt", "preset", "scheduler", "controlnet"];
 const KEPT = [...NUMBERS, ...CHOICES, "prompt", "class", "size", "width", "height", "seed"]; // of the form, over a reload
-const SAME = ["fps", "seed", "steps", "preset", "scheduler", "guidance", "true_guidance", "strength"]; // as flags
+const SAME = ["fps", "seed", "steps", "preset", "scheduler", "guidance", "true_guidance", "strength", "control_scale"]; // as flags
 const CONTROLS = { input_reference: "image", frames: "seconds", mask: "paint" }; // where the error of another field is shown
 
 let models = [];
@@ -117,9 +117,23 @@ async function recall() {
   show(entries[0] ?? null);
   for (const record of await store("jobs", "getAll")) {
     if (jobs.some((job) => job.record.id === record.id)) continue; // another key was asked for while it ran
-    if (record.tab === tab() && record.owner === owner) enqueue(record);
+    if (record.tab === tab() && record.owner === owner) (record.inputs ? refill : enqueue)(record);
     else if (Date.now() - record.at > FORGOTTEN_MS) store("jobs", "delete", record.id);
   }
+}
+
+// the images of the form, which lie beside the queue of the tab, and the size, which follows them
+function keepImages() {
+  save();
+  const kept = inputs.map(({ name, blob, mask }) => ({ name, blob, mask }));
+  const followed = control && { name: control.name, blob: control.blob };
+  store("jobs", "put", { id: `form-${tab()}`, tab: tab(), owner, at: Date.now(), inputs: kept, control: followed });
+}
+
+function refill(record) {
+  if (inputs.length > 0 || control !== null) return; // a person was faster
+  [inputs, control] = [record.inputs.slice(0, imagesOf(model().seqpar)), record.control];
+  arrange();
 }
 
 function newId() {
@@ -151,6 +165,20 @@ async function begin() {
   write(JSON.parse(localStorage.getItem("form")) ?? {});
   $(hasClasses() ? "class" : "prompt").focus();
   await recall();
+}
+
+// which models are in memory now: a server with --swap loads one when it is asked for
+async function lookForLoaded() {
+  if (models.every(({ seqpar }) => seqpar.loaded)) return;
+  const listed = await ask("v1/models").then((answer) => answer.json(), () => null);
+  if (listed === null) return;
+  for (const { id, seqpar } of models) seqpar.loaded = listed.data.find((other) => other.id === id)?.seqpar.loaded ?? false;
+  markLoaded();
+}
+
+function markLoaded() {
+  for (const [index, { id, seqpar }] of models.entries()) $("model").options[index].textContent = seqpar.loaded ? id : `${id} (not loaded)`;
+  say("unloaded", model().seqpar.loaded ? "" : "The first request loads this model, which takes longer.");
 }
 
 function begunWithout(error) {
@@ -194,6 +222,7 @@ function choose() {
   const about = model().seqpar;
   const makes = `Makes ${about.makes === "videos" ? "videos" : "images"}`, cache = about.cache ? ` · step cache ${about.cache}` : "";
   say("about-model", `${makes} · precision ${about.precision ?? "of the weights"}${cache}`);
+  markLoaded();
   say("prompt-label", about.kind === "classes" ? "Number of a class" : "Prompt");
   const use = about.makes === "videos" ? "Image to begin with" : imagesOf(about) > 1 ? "Images to change" : "Image to change";
   say("image-label", about.needs_picture ? use : `${use} (optional)`);
@@ -275,6 +304,7 @@ function follow(image) {
   control = image;
   unmark("control_image");
   arrange();
+  keepImages();
 }
 
 function inputItem(input, leave, focus) {
@@ -298,6 +328,7 @@ function take(images) {
   unmark("image");
   unmark("paint");
   arrange();
+  keepImages();
 }
 
 function loraRow(name) {
@@ -370,7 +401,7 @@ function reuse({ body, files }) {
   Object.assign($("width"), { value: width });
   Object.assign($("height"), { value: height });
   arrange();
-  save();
+  keepImages();
   $("generate").focus();
 }
 
@@ -407,9 +438,10 @@ on("prompt", "keydown", (event) => {
     $("form").requestSubmit();
   }
 });
+on("model", "focus", lookForLoaded);
 on("model", "change", () => {
   choose();
-  save();
+  keepImages();
 });
 for (const id of ["size", "preset", "scheduler", "controlnet"]) on(id, "change", arrange);
 // what files hold now: a browser does not send one that has changed since it was chosen

@@ -168,6 +168,7 @@ on("unmask", "click", () => {
   Object.assign(inputs[0], { mask: null, strokes: null });
   unmark("paint");
   arrange();
+  keepImages();
   $("paint").focus();
 });
 on("paper", "pointerdown", (event) => {
@@ -202,5 +203,6 @@ on("painter", "close", () => {
   painting = null;
   unmark("paint");
   arrange();
+  keepImages();
   $("paint").focus();
 });

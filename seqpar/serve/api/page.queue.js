@@ -40,6 +40,7 @@ async function run(job) {
   } catch (error) {
     fail(job, error);
   }
+  lookForLoaded();
   runNext();
 }
 

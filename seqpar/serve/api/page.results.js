@@ -142,16 +142,14 @@ function describe({ record, url }) {
   Object.assign($("save"), { href: url, download: name, textContent: `Save ${name.split(".").pop().toUpperCase()}` });
   $("terminal").hidden = about === undefined; // a model that is served no more
   if (about === undefined) return;
-  const flagged = !files.some(({ role }) => role);
-  $("command").closest("div").hidden = !flagged;
-  say("command", flagged ? command(record, about) : "");
+  say("command", command(record, about));
   say("curl", curl(record));
   const hints = [
-    ...(about.alias && flagged ? [`MODEL stands for the folder or name that the server has ${body.model} from.`] : []),
-    ...(about.kind === "classes" && flagged ? ["The command writes a sheet with labels."] : []),
-    ...(loras.length > 0 && flagged ? ["LORAS stands for the folder that the server has its LoRAs from."] : []),
-    ...(flagged ? [] : ["The command seqpar sample has no flags for masks and ControlNets."]),
-    ...(files.length > 0 ? [`${flagged ? "Both lines read their" : "The line reads its"} input from the current folder:`] : []),
+    ...(about.alias ? [`MODEL stands for the folder or name that the server has ${body.model} from.`] : []),
+    ...(about.kind === "classes" ? ["The command writes a sheet with labels."] : []),
+    ...(loras.length > 0 ? ["LORAS stands for the folder that the server has its LoRAs from."] : []),
+    ...(body.controlnet ? [`CONTROLNET stands for the folder that the server has ${body.controlnet} from.`] : []),
+    ...(files.length > 0 ? ["Both lines read their input from the current folder:"] : []),
   ];
   say("hint", hints.join(" "));
   $("input-files").replaceChildren(...files.map(saveLink));
@@ -190,7 +188,10 @@ function command({ body, files, frames, blob }, about) {
   const words = Object.entries(flags)
     .filter(([, value]) => value !== undefined && value !== null)
     .map(([name, value]) => `--${name.replaceAll("_", "-")}=${quoted(`${value}`)}`);
-  if (files.length > 0) words.push("--image", ...files.map(({ name }) => quoted(`./${name}`)));
+  const named = (wanted) => files.filter(({ role }) => role === wanted).map(({ name }) => quoted(`./${name}`));
+  if (named().length > 0) words.push("--image", ...named());
+  for (const file of named("mask")) words.push(`--mask=${file}`);
+  for (const file of named("control_image")) words.push(`--controlnet="$CONTROLNET"`, `--control-image=${file}`);
   const loras = (body.lora ?? []).map(({ name, scale }) => {
     const [file, transformer] = name.split("@");
     return `"$LORAS"/${quoted(`${file}.safetensors:${scale}${transformer ? `@${transformer}` : ""}`)}`;

@@ -27,7 +27,6 @@ DROPPED = {
     "sample": {"segments": "seqpar.parallelize, which runs pipelines with two transformers"},
     "DistributedDiT.from_pretrained": {"heads": HEADS},
     "Pipeline.load": {"wish": "preferences="},
-    "Pipeline.of": {"wish": "preferences="},
 }
 FLAGS = {"--heads": HEADS}
 T = TypeVar("T", bound=Callable[..., Any])

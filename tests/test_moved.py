@@ -37,7 +37,6 @@ def test_an_old_import_path_names_its_successor(old: str, successor: str) -> Non
         (seqpar.sample, "segments", "use seqpar.parallelize"),
         (seqpar.DistributedDiT.from_pretrained, "heads", "use seqpar convert FILE FOLDER --heads N"),
         (Pipeline.load, "wish", "use preferences="),
-        (Pipeline.of, "wish", "use preferences="),
     ],
 )
 def test_an_old_argument_names_its_successor(function: Any, argument: str, successor: str) -> None:

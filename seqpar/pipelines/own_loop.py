@@ -103,9 +103,8 @@ NO_VAE_FACTOR = 8  # pixels along each side of a latent pixel, for models that c
 class Files:
     """The checked files of a pipeline, before any weights are loaded; a family adds what only it has.
 
-    blueprint: the transformer. source: where the other parts are (the pipeline's folder), diffusers' pipeline in
-    memory, or None for a model without other parts. vae: the config of the decoder, or None. scheduling: the
-    scheduler's config.
+    blueprint: the transformer. source: the folder of the pipeline with the other parts, or None without any. vae: the
+    config of the decoder, or None. scheduling: the scheduler's config.
     """
 
     blueprint: Blueprint

@@ -27,7 +27,7 @@ from seqpar.loading.encoders import collect
 from seqpar.loading.folder import check_named, load_vae
 from seqpar.loading.parts import read_pipeline, read_scheduler
 from seqpar.loading.schedulers import set_timesteps
-from seqpar.loop.blueprint import Blueprint, from_diffusers, locate
+from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import draw_noise, draw_steps
 from seqpar.loop.models.uvit import Config, Mode, Model
@@ -57,7 +57,7 @@ DATA_TYPE = 1  # of version 1's two kinds of training data the one with good pic
 
 @dataclass(frozen=True)
 class Files(own_loop.Files):
-    """The checked files of a UniDiffuser. source: its folder, a pipeline in memory, or None for a random model."""
+    """The checked files of a UniDiffuser. source: its folder, or None for a random model."""
 
     scheduling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT, kw_only=True)
 
@@ -126,21 +126,14 @@ class Texts:
     """Encoded prompts of one model; those of the last call stay cached.
 
     shapes: name -> shape of each tensor of a prompt. ready: returns a function that encodes one prompt and holds the
-    encoders; None for random weights: prompts become random numbers. frees: whether nothing else holds the encoders, so
-    that their memory is freed after each call.
+    encoders; None for random weights: prompts become random numbers. Their memory is freed after each call.
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        ready: Callable[[], Encode] | None,
-        mesh: Mesh,
-        dtype: torch.dtype,
-        *,
-        frees: bool,
+        self, shapes: Mapping[str, tuple[int, ...]], ready: Callable[[], Encode] | None, mesh: Mesh, dtype: torch.dtype
     ) -> None:
         self.shapes = dict(shapes)
-        self._ready, self._mesh, self._dtype, self._frees = ready, mesh, dtype, frees
+        self._ready, self._mesh, self._dtype = ready, mesh, dtype
         self._cached: dict[str, tuple[Tensor, ...]] = {}
 
     def encode(self, prompts: Sequence[str], on_prompt: Callable[[int], None] = no_event) -> None:
@@ -159,8 +152,7 @@ class Texts:
                     encoded[text] = tuple(x.to(self._mesh.device, self._dtype) for x in encoder(text))
                 on_prompt(index)
             del encoder
-            if self._frees:
-                collect()
+            collect()
         self._cached = encoded
 
     def rows(self, prompts: Sequence[str]) -> dict[str, Tensor]:
@@ -203,7 +195,7 @@ class Pipeline(Loaded):
         other weights load; later calls of `latents` may take others. on_prompt(index): called for each of them.
         """
         plan, mesh = placed(files, dtype, mesh, preferences, plan)
-        texts = cls._texts(files, mesh, dtype, frees=True)
+        texts = cls._texts(files, mesh, dtype)
 
         def read() -> Any:
             texts.encode(prompts, on_prompt)
@@ -213,41 +205,17 @@ class Pipeline(Loaded):
         model = files.blueprint.build(dtype, mesh.device, 0, mesh)  # each rank reads a share of the file
         return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
 
-    @classmethod
-    @successors
-    def of(
-        cls,
-        pipe: Any,
-        mesh: Mesh | str | None = None,
-        *,
-        preferences: Preferences | None = None,
-        plan: Plan | None = None,
-        mode: Mode = "text2img",
-    ) -> Self:
-        """Return a pipeline of the parts of diffusers' UniDiffuserPipeline in memory, whose encoders stay with it.
-
-        The U-ViT's weights are copied, in its dtype. See `load` for the arguments.
-        """
-        blueprint, dtype = from_diffusers(pipe.unet), pipe.unet.dtype
-        blueprint = replace(blueprint, config=replace(blueprint.config, mode=mode))
-        scheduling = {**pipe.scheduler.config, "_class_name": type(pipe.scheduler).__name__}
-        files = Files(blueprint, pipe, pipe.vae.config, scheduling=scheduling)
-        plan, mesh = placed(files, dtype, mesh, preferences, plan)
-        model = files.blueprint.build(dtype, mesh.device)
-        texts, vae = cls._texts(files, mesh, dtype, frees=False), pipe.vae.to(mesh.device)
-        return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
-
     @staticmethod
     def text_shapes(files: Any) -> Mapping[str, tuple[int, ...]]:
         """Return name -> shape of each tensor of a prompt: CLIP's hidden states, made narrower."""
         return {"text": (files.blueprint.config.text_tokens, files.blueprint.config.text_width)}
 
     @classmethod
-    def _texts(cls, files: Any, mesh: Mesh, dtype: torch.dtype, *, frees: bool) -> Texts:
+    def _texts(cls, files: Any, mesh: Mesh, dtype: torch.dtype) -> Texts:
         ready = None
         if files.source is not None:
             ready = partial(text_encoder, files.source, files.blueprint.config.text_tokens, mesh.device, dtype)
-        return Texts(cls.text_shapes(files), ready, mesh, dtype, frees=frees)
+        return Texts(cls.text_shapes(files), ready, mesh, dtype)
 
     def latents(
         self,

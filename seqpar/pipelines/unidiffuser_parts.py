@@ -3,7 +3,7 @@
 A prompt becomes CLIP's last hidden states, which the caption decoder's first layer makes narrower (768 to 64). The rest
 of the caption decoder, a small GPT-2, turns denoised text tokens into a caption. An input image becomes its latent and
 its CLIP image embedding. All of this runs on rank 0 alone, by the classes of diffusers and transformers. A `source` is
-the pipeline's folder, or diffusers' UniDiffuserPipeline in memory.
+the pipeline's folder.
 """
 
 from __future__ import annotations
@@ -93,15 +93,10 @@ def load_encoders(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, Callable[
     return tokenizer, encoder, narrower
 
 
-def text_encoder(source: Path | Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:
+def text_encoder(source: Path, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:
     """Return a function that encodes one prompt; it holds the encoders. tokens: length of each encoded prompt."""
-    if isinstance(source, Path):
-        tokenizer, encoder, narrower = load_encoders(source, dtype)
-    else:
-        tokenizer, encoder, narrower = source.clip_tokenizer, source.text_encoder, source.text_decoder.encode
-        if source.text_decoder.device != device:  # to() visits all weights, also when they are in place
-            source.text_decoder.to(device)
-    encoder = encoder if encoder.device == device else encoder.to(device)
+    tokenizer, encoder, narrower = load_encoders(source, dtype)
+    encoder = encoder.to(device)
     masked = getattr(encoder.config, "use_attention_mask", False)
 
     def encode(text: str) -> tuple[Tensor, ...]:
@@ -114,11 +109,9 @@ def text_encoder(source: Path | Any, tokens: int, device: torch.device, dtype: t
     return encode
 
 
-def captions(source: Path | Any, text_NLC: Tensor) -> list[str]:
+def captions(source: Path, text_NLC: Tensor) -> list[str]:
     """Return the caption of each row of text tokens, by the caption decoder's beam search; ValueError if none loads."""
-    decoder, tokenizer = (
-        _captioner(source) if isinstance(source, Path) else (source.text_decoder, source.text_tokenizer)
-    )
+    decoder, tokenizer = _captioner(source)
     decoder = decoder.to(text_NLC.device)
     tokens, lengths = decoder.generate_captions(
         text_NLC.to(decoder.dtype), tokenizer.eos_token_id, device=text_NLC.device
@@ -145,7 +138,7 @@ def _captioner(folder: Path) -> tuple[Any, Any]:
 
 
 def image_streams(
-    source: Path | Any, vae: Any, pictures: Sequence[Image.Image], generator: torch.Generator
+    source: Path, vae: Any, pictures: Sequence[Image.Image], generator: torch.Generator
 ) -> Mapping[str, Tensor]:
     """Return {"image": latents (N, C, h, w), "clip": embeddings (N, 1, width)} of images of one size.
 
@@ -153,11 +146,7 @@ def image_streams(
     """
     from diffusers.image_processor import VaeImageProcessor
 
-    encoder, processor = (
-        _image_encoder(source, vae.dtype)
-        if isinstance(source, Path)
-        else (source.image_encoder, source.clip_image_processor)
-    )
+    encoder, processor = _image_encoder(source, vae.dtype)
     device, encoder = vae.device, encoder.to(vae.device)
     pixels = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1)).preprocess([*pictures])
     with torch.no_grad():

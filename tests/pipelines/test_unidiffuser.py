@@ -315,17 +315,6 @@ def test_a_kept_run_serves_other_texts_seeds_and_scales(ranks: Pool, folders: Ma
     assert ranks.run(2, kept, str(folders[True])) == [[(True, 1), (True, 1)]] * 2
 
 
-def test_a_pipeline_in_memory_makes_the_latents_of_its_folder(folders: Mapping[bool, Path]) -> None:
-    settings: Any = {"steps": 2, "guidance": ON}
-    with (
-        Pipeline.load(Files.locate(folders[False]), Mesh.single(), torch.float64) as loaded,
-        Pipeline.of(pipe(False), Mesh.single()) as made,
-    ):
-        found = made.latents(PROMPTS, **settings)
-        assert torch.equal(found, loaded.latents(PROMPTS, **settings))
-        assert made.captions(torch.ones(1, 16, 6)) == loaded.captions(torch.ones(1, 16, 6))
-
-
 def on_rank(rank: int, world: int, device: torch.device, args: Args) -> None:
     run(args)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -192,9 +193,13 @@ def pipe_of(kind: str, mesh: Mesh, device: torch.device, layout: Layout) -> tupl
     pipe = getattr(pipelines, name)(*([False] if name == "unidiffuser" else [])).to(device)
     if how == "ours":
         settings = {"prompts": ["a red cat"], "guidance": Guidance(4.0), "size": (32, 48)}
-        return unidiffuser.Pipeline.of(
-            pipe, mesh, preferences=Preferences(strategy=strategy, transport=transport)
-        ), settings
+        preferences = Preferences(strategy=strategy, transport=transport)
+        with tempfile.TemporaryDirectory() as local:
+            folder = mesh.on_rank_0(lambda: (pipe.save_pretrained(local), local)[1], str)
+            given: Any = {"preferences": preferences, "prompts": settings["prompts"]}
+            made = unidiffuser.Pipeline.load(unidiffuser.Files.locate(folder), mesh, pipe.unet.dtype, **given)
+            mesh.on_all_ranks(lambda: None)  # before rank 0 removes its folder
+        return made, settings
     pipe.to(BF16)
     seqpar.parallelize(pipe, mesh, strategy=strategy, transport=transport, native=how != "generic")
     if how == "fp32":

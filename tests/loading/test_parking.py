@@ -219,10 +219,8 @@ def test_what_cannot_be_parked_is_printed(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_command_verifies_parked_weights(cpu_ranks: Pool, wan: Path, tmp_path: Path) -> None:
     same: Any = {"prompt": ("a red cat",), "steps": 2, "size": "32x32", "frames": 5, "out": tmp_path / "x.mp4"}
-    flags: Any = ({}, {"park": True, "verify": True})
-    whole, ours = (cpu_ranks.run(2, shown, Args(str(wan), **same, **more))[0][0] for more in flags)
-    assert "every step holds" in ours
-    assert whole.split()[-1] == ours.split()[-1]
+    (printed, _), _ = cpu_ranks.run(2, shown, Args(str(wan), park=True, verify=True, **same))
+    assert "every step holds" in printed
 
 
 def test_weights_of_one_matrix_are_adjacent() -> None:

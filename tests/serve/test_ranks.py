@@ -447,41 +447,6 @@ def test_loras_have_the_bits_of_the_command_whatever_was_merged_before(
     assert not np.array_equal(images["none"], image(driver.ask(replace(order, seed=4))))
 
 
-def test_a_lora_changes_weights_that_lie_in_one_matrix(
-    others: Driver, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    order = of(folders["flux"], steps=2, size=(16, 16))
-    plain, styled, again = (image(others.ask(replace(order, loras=x))) for x in ((), (("style", 1.0),), ()))
-    flags = ["--model", folders["flux"], "--steps", 2, "--size", "16x16"]
-    for ours, words in ((plain, ()), (styled, ("--lora", folders["others"] / "style.safetensors"))):
-        assert np.array_equal(ours, np.asarray(Image.open(sampled(tmp_path / "x.png", *flags, *words))))
-    assert np.array_equal(plain, again)
-    assert not np.array_equal(plain, styled)
-
-
-def test_loras_of_two_transformers_have_the_frames_of_the_command(tmp_path: Path) -> None:
-    from tests.cli.loras import of_wan, written
-    from tests.support import pipelines
-
-    folder, loras = tmp_path / "wan", tmp_path / "loras"
-    pipelines.wan(2).save_pretrained(folder)
-    loras.mkdir()
-    tensors = {"high": of_wan("lightning", 1), "low": of_wan("lightning", 2), "style": of_wan("trained", 3)}
-    files = written(loras, tensors)
-    both = ("high@transformer", 1.0), ("style@transformer_2", 0.5)
-    order = of(folder, size=(32, 32), steps=2, frames=5)
-    with replica(tmp_path, 2, str(folder), "--loras", str(loras), "--park") as ranks:  # the command is without it
-        names = ("high@transformer", "low@transformer_2", "style@transformer", "style@transformer_2")
-        assert ranks.ready.models[0].loras == names
-        plain, changed, again = (frames(ranks.ask(replace(order, loras=x)))[1]["pixels"] for x in ((), both, ()))
-        assert f"LoRA {files['low']} changes transformer_2" in ranks.output
-        assert ranks.finish() == 0
-    flags = ["--model", folder, "--steps", 2, "--size", "32x32", "--frames", 5]
-    for ours, words in ((plain, ()), (changed, ("--lora", files["high"], f"{files['style']}:0.5@transformer_2"))):
-        assert frames(sampled(tmp_path / "x.mp4", *flags, *words))[1]["pixels"] == ours
-    assert plain == again != changed
-
-
 def test_8_bits_are_calibrated_before_the_ranks_are_ready_and_have_the_bits_of_the_command(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

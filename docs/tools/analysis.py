@@ -1,7 +1,7 @@
-"""Costs of a transformer's operations, traffic of each kind of parallelism, and where one overtakes another.
+"""Costs of a transformer's operations, what each kind of parallelism sends, and what fits: for docs/analysis.md.
 
-docs/analysis.md is written from this file. Costs are sums of `linear` and `core` of `seqpar.types.facts`, times are
-those of `seqpar.planner.predict`. Tensor and pipeline parallelism, which seqpar does not have, are here only.
+Costs are sums of `linear` and `core` of `seqpar.types.facts`. Tensor and pipeline parallelism, which seqpar does not
+have, are here only.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from seqpar.planner.costs import busiest, layers
 from seqpar.planner.explain import first
-from seqpar.planner.predict import GIB, USABLE, Load, Prediction, memory, predict
-from seqpar.planner.rates import Rates, time_at
-from seqpar.types.facts import Blocks, Cost, Gemms, Layout, Work, core, linear
+from seqpar.planner.predict import GIB, USABLE, Load, memory
+from seqpar.planner.rates import Rates
+from seqpar.types.facts import Cost, Layout, Work, core, linear
 
 # Operations: b rows of s tokens, width d, heads z, c text tokens of width e --------------------------------------
 
@@ -55,7 +55,7 @@ def measured(rates: Rates, transport: str) -> Gpu:
     return Gpu(f"{rates.device}, measured", rates.gemm[-1][1], rates.weights, memory_gb, rates.links(transport))
 
 
-# Traffic and time of other kinds of parallelism ----------------------------------------------------------------------
+# Traffic ---------------------------------------------------------------------------------------------------------
 
 
 def sequence_sent(strategy: str, work: Work, s: int, b: int, ranks: int) -> int:
@@ -78,52 +78,7 @@ def pipeline_sent(b: int, s: int, d: int) -> int:
     return b * s * d
 
 
-def tensor_parallel(work: Work, load: Load, ranks: int, rates: Rates, transport: str) -> Prediction:
-    """Predict a step of tensor parallelism at its best: everything but the exchanges is divided by the ranks.
-
-    Each of the four exchanges of a layer (see `tensor_sent`) waits for all ranks and hides behind nothing.
-    """
-    alone = Layout(1, 1, 1, 1, "ulysses", transport)
-    row = predict(_share(work, ranks), replace(load, parameters=-(-load.parameters // ranks)), alone, rates)
-    tokens = load.tokens + sum(load.others)
-    sent = tensor_sent(load.rows(alone), tokens, work.width, ranks) // 4 * load.itemsize
-    us = 4 * work.layers * time_at(rates.exchange[transport], sent) if ranks > 1 else 0.0
-    return replace(row, exchange=us / 1e3)
-
-
-def _share(work: Work, ranks: int) -> Work:
-    """Return the work of one rank of tensor parallelism: all tokens, a share of the heads and of each product.
-
-    A product whose result is as wide as the model is split by its inputs, any other by its outputs.
-    """
-
-    def of(count: int) -> int:
-        return -(-count // ranks)
-
-    def split(gemms: Gemms) -> Gemms:
-        return tuple((of(i), o) if o == work.width else (i, of(o)) for i, o in gemms)
-
-    def part(kind: Blocks) -> Blocks:
-        cross = kind.cross and replace(kind.cross, gemms=split(kind.cross.gemms))
-        passes, apart = tuple(map(of, kind.passes)), tuple(map(split, kind.apart))
-        return replace(kind, gemms=split(kind.gemms), passes=passes, apart=apart, cross=cross, beside=())
-
-    blocks, live = tuple(map(part, work.blocks)), of(work.live)
-    return replace(work, heads=of(work.heads), kv_heads=of(work.kv_heads), blocks=blocks, live=live)
-
-
 # Crossings -------------------------------------------------------------------------------------------------------
-
-
-def sequence_beats_tensor(work: Work, load: Load, ranks: int, rates: Rates, transport: str) -> int | None:
-    """Return the tokens from which Ulysses is predicted to be faster than tensor parallelism on as many ranks."""
-    layout = Layout(1, 1, 1, ranks, "ulysses", transport)
-
-    def holds(s: int) -> bool:
-        at = replace(load, tokens=max(s, ranks))
-        return predict(work, at, layout, rates).ms <= tensor_parallel(work, at, ranks, rates, transport).ms
-
-    return first(holds)
 
 
 def ring_hides(work: Work, rates: Rates, gpu: Gpu, itemsize: int = 2) -> float:

@@ -160,23 +160,6 @@ def traffic_table() -> str:
     return table(("", "elements per layer", "exchanges per layer", *(f"MB per step, N = {n}" for n in every)), rows)
 
 
-def against_tensor_table() -> str:
-    """Return predicted ms of a step by Ulysses and tensor parallelism, and where Ulysses becomes faster."""
-    rows = []
-    for model in MODELS[:2]:
-        work, load = points.run_of(model)
-        for ranks in (2, 4, 8):
-            layout = Layout(1, 1, 1, ranks, "ulysses", "peer")
-            cells = []
-            for tokens in (64, 256, 1024, 4096, 16384):
-                at = replace(load, tokens=tokens)
-                ours = predict(work, at, layout, H200).ms
-                theirs = a.tensor_parallel(work, at, ranks, H200, "peer").ms
-                cells.append(f"{ours:.3g} / {theirs:.3g}")
-            rows.append((model, ranks, *cells, count(a.sequence_beats_tensor(work, load, ranks, H200, "peer"))))
-    return table(("model", "GPUs", "64 tokens", "256", "1024", "4096", "16384", "Ulysses is faster from"), rows)
-
-
 def memory_table() -> str:
     """Return how many tokens fit on some H100s and H200s, by the planner's lower bound."""
     rows = []
@@ -203,7 +186,6 @@ TABLES = {
     "half": half_table,
     "shares": shares_table,
     "traffic": traffic_table,
-    "tensor": against_tensor_table,
     "memory": memory_table,
     "times": times_table,
 }

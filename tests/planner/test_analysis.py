@@ -17,10 +17,10 @@ from docs.tools.analysis_tables import PAGE, TABLES, operations, page, traffic
 from seqpar.planner.costs import parts as parts_of
 from seqpar.planner.explain import PARTS, explain, first, half_of_flops, ways
 from seqpar.planner.predict import predict
-from seqpar.planner.rates import H200, time_at
+from seqpar.planner.rates import H200
 from seqpar.planner.search import name_of
 from seqpar.types.facts import Blocks, Cost, Layout
-from tests.planner.test_plan import ALONE, CPU, ONE, SEVEN_B, planned
+from tests.planner.test_plan import CPU, SEVEN_B, planned
 
 
 def test_the_page_is_what_the_code_computes() -> None:
@@ -63,21 +63,6 @@ def test_parts_of_a_step_add_up_to_it() -> None:
     parts = parts_of(SEVEN_B, 2, 256)
     assert sum(parts.values(), Cost(0, 0)) == SEVEN_B.step(2, 256)
     assert parts["attention"].flops == 32 * 4 * 2 * 256**2 * 4096
-
-
-def test_tensor_parallelism_divides_products_attention_and_weights_by_hand() -> None:
-    """Its exchanges of a layer are two reduce-scatters and two all-gathers of 2 x 4096 tokens of width 4096."""
-    alone = predict(SEVEN_B, ONE, ALONE, H200)
-    assert analysis.tensor_parallel(SEVEN_B, ONE, 1, H200, "peer") == alone
-    row = analysis.tensor_parallel(SEVEN_B, ONE, 4, H200, "peer")
-    sent = 2 * 4096 * 4096 * 2 * 3 // 4
-    assert row.exchange == pytest.approx(32 * 4 * time_at(H200.exchange["peer"], sent) / 1e3)
-    assert row.gemm == pytest.approx(alone.gemm / 4, rel=0.02)
-    assert row.attention == pytest.approx(alone.attention / 4, rel=0.02)
-    assert row.memory.weights == alone.memory.weights // 4
-    wide = Blocks(1, ((8, 24), (8, 8), (8, 32), (32, 8)), (4,))
-    share = analysis._share(replace(SEVEN_B, width=8, blocks=(wide,)), 2).blocks[0]
-    assert share.gemms == ((8, 12), (4, 8), (8, 16), (16, 8))
 
 
 def test_attentions_core_has_the_flops_of_all_products_at_six_widths() -> None:

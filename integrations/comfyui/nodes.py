@@ -84,18 +84,35 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Control:
+    """A ControlNet of the server by its name, the image that it follows (1, H, W, 3), and its weight."""
+
+    name: str
+    image_1HW3: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
 class Text:
     """A prompt. images_BHW3: that the model edits, with values in [0, 1]. mask_HW: 1 where one is repainted."""
 
     text: str
     images_BHW3: torch.Tensor | None = None
     mask_HW: torch.Tensor | None = None
+    control: Control | None = None
 
     @property
     def files(self) -> list[tuple[str, bytes]]:
-        """The fields of a form with the images and the mask."""
-        images = [("image[]", file) for file in files_of(self.images_BHW3)]
-        return images if self.mask_HW is None else [*images, ("mask", mask_file(self.mask_HW))]
+        """The fields of a form with the images, the mask, and what a ControlNet follows."""
+        files = [("image[]", file) for file in files_of(self.images_BHW3)]
+        files += [] if self.mask_HW is None else [("mask", mask_file(self.mask_HW))]
+        followed = () if self.control is None else files_of(self.control.image_1HW3)
+        return [*files, *(("control_image", file) for file in followed)]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        named = {} if self.control is None else {"controlnet": self.control.name, "control_scale": self.control.scale}
+        return {"prompt": self.text, **named}
 
 
 # requests ------------------------------------------------------------------------------------------------------------
@@ -137,14 +154,15 @@ def mask_file(mask_HW: torch.Tensor) -> bytes:
 
 
 def generated(
-    model: Model, text: str, fields: Mapping[str, Any], files: Sequence[tuple[str, bytes]], count: int = 1
+    model: Model, text: Text, fields: Mapping[str, Any], files: Sequence[tuple[str, bytes]] = (), count: int = 1
 ) -> list[dict[str, torch.Tensor]]:
     """The tensors of each image that a request makes, with progress and previews at the running node.
 
-    files: fields of a form and their contents.
+    files: fields of a form and their contents, beside those of the text.
     Raises ServerError with the server's message; ComfyUI shows it at the node.
     """
-    body = {**model.fields, "prompt": text, "n": count, "stream": True, "stream_steps": True, **fields}
+    body = {**model.fields, **text.fields, "n": count, "stream": True, "stream_steps": True, **fields}
+    files = (*text.files, *files)
     request = (EDITS, as_form(body, files)) if files else (GENERATIONS, as_json(body))
     bar, tensors, done, total = comfy.utils.ProgressBar(count), list[dict[str, torch.Tensor]](), 0, count
     for event in model.server.events(*request, check):
@@ -242,16 +260,18 @@ class Start(io.ComfyNode):
                 io.Combo.Input("file", ["", *names], default="", tooltip="In place of the folder's transformer."),
                 io.Int.Input("gpus", default=1, min=1, max=64),
                 io.Combo.Input("precision", ["bf16", "fp8"], default="bf16"),
+                io.String.Input("controlnet", default="", optional=True, tooltip="NAME=FOLDER, in diffusers' layout."),
             ],
             outputs=[ModelType.Output(display_name="model")],
         )
 
     @classmethod
-    def execute(cls, pipeline: str, file: str, gpus: int, precision: str) -> io.NodeOutput:
-        return io.NodeOutput(Model(Plan(pipeline.strip(), cls.path(file), gpus, precision == "fp8")))
+    def execute(cls, pipeline: str, file: str, gpus: int, precision: str, controlnet: str = "") -> io.NodeOutput:
+        plan = Plan(pipeline.strip(), cls.path(file), gpus, precision == "fp8", controlnet.strip() or None)
+        return io.NodeOutput(Model(plan))
 
     @classmethod
-    def fingerprint_inputs(cls, pipeline: str, file: str, gpus: int, precision: str) -> str:
+    def fingerprint_inputs(cls, file: str, **others: Any) -> str:
         """Size and time of the file."""
         path = cls.path(file)
         facts = None if path is None else os.stat(path)
@@ -338,6 +358,32 @@ class TextNode(io.ComfyNode):
         return io.NodeOutput(Text(text, images, None if mask is None else mask.reshape(mask.shape[-2:])))
 
 
+class ControlNode(io.ComfyNode):
+    """A text with a ControlNet that follows an image."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SeqparControlNet",
+            display_name="seqpar: ControlNet",
+            category=CATEGORY,
+            description="One of the server's ControlNets (`seqpar serve --controlnet NAME=FOLDER`).",
+            inputs=[
+                TextType.Input("text"),
+                io.String.Input("name", tooltip="Its name at the server."),
+                io.Image.Input("image", tooltip="What it follows, such as edges or a pose."),
+                io.Float.Input("strength", default=1.0, min=0.0, max=10.0, step=0.05),
+            ],
+            outputs=[TextType.Output(display_name="text")],
+        )
+
+    @classmethod
+    def execute(cls, text: Text, name: str, image: torch.Tensor, strength: float) -> io.NodeOutput:
+        if text.control is not None or len(image) != 1:
+            raise ValueError("a text takes one ControlNet, which follows one image; disconnect others")
+        return io.NodeOutput(replace(text, control=Control(name.strip(), image, strength)))
+
+
 def sampling_inputs() -> list[io.Input]:
     """Inputs of all nodes that sample. -1 leaves a number to the model."""
     return [
@@ -411,7 +457,7 @@ class Generate(io.ComfyNode):
             partial_images=previews or None,
             output_format="safetensors",
         )
-        made = generated(model, positive.text, fields, positive.files, batch_size)
+        made = generated(model, positive, fields, count=batch_size)
         return io.NodeOutput(as_images(made))
 
 
@@ -473,10 +519,10 @@ class Sample(io.ComfyNode):
             if samples is not None:
                 side, count = cls.side(model), len(samples)
                 fields["size"] = f"{samples.shape[-1] * side}x{samples.shape[-2] * side}"
-            made = generated(model, positive.text, fields | {"seed": seed}, positive.files, count)
+            made = generated(model, positive, fields | {"seed": seed}, count=count)
             return io.NodeOutput({"samples": torch.cat([tensors["latents"] for tensors in made])})
-        if samples is None or positive.images_BHW3 is not None:
-            raise ValueError("denoise below 1 needs latents to begin with, and no images in the text")
+        if samples is None or positive.files:
+            raise ValueError("denoise below 1 needs latents to begin with, and no images or ControlNet in the text")
         if sigmas is None:  # so many of more steps, as ComfyUI counts
             few = model.facts()["steps"] if steps == -1 else steps
             fields |= {"steps": int(few / denoise), "strength": (few - 0.5) / int(few / denoise)}
@@ -484,7 +530,7 @@ class Sample(io.ComfyNode):
             fields["strength"] = 1
         files = files_of_latents(samples)
         made = [
-            generated(model, positive.text, fields | {"seed": seed + index}, [file])[0]["latents"]
+            generated(model, positive, fields | {"seed": seed + index}, [file])[0]["latents"]
             for index, file in enumerate(files)
         ]
         return io.NodeOutput({"samples": torch.cat(made)})
@@ -516,7 +562,7 @@ class Decode(io.ComfyNode):
         fields = {"steps": 0, "output_format": "safetensors"}
         files = files_of_latents(samples["samples"])
         plain = replace(model, loras=())
-        return io.NodeOutput(as_images([generated(plain, "decode", fields, [file])[0] for file in files]))
+        return io.NodeOutput(as_images([generated(plain, Text("decode"), fields, [file])[0] for file in files]))
 
 
 # videos --------------------------------------------------------------------------------------------------------------
@@ -572,8 +618,8 @@ class Video(io.ComfyNode):
             scheduler=scheduler_of(sampler_name),
             output_format="safetensors" if transfer == "raw" else "mp4",
         )
-        if positive.mask_HW is not None:
-            raise ValueError("videos take no mask; disconnect it")
+        if positive.mask_HW is not None or positive.control is not None:
+            raise ValueError("videos take no mask and no ControlNet; disconnect them")
         file = cls.made(model.server, fields, files_of(positive.images_BHW3))
         if transfer == "mp4":
             video = InputImpl.VideoFromFile(BytesIO(file))
@@ -607,4 +653,4 @@ class Video(io.ComfyNode):
             server.json("DELETE", path, lambda: None)
 
 
-NODES = (Connect, Start, Lora, TextNode, Generate, Sample, Decode, Video)
+NODES = (Connect, Start, Lora, TextNode, ControlNode, Generate, Sample, Decode, Video)

@@ -25,12 +25,16 @@ LINES = 20  # of its log that are kept
 
 @dataclass(frozen=True)
 class Plan:
-    """A server to start. pipeline: folder, hub id or name. file: of a transformer, in place of the folder's."""
+    """A server to start. pipeline: folder, hub id or name. file: of a transformer, in place of the folder's.
+
+    controlnet: NAME=FOLDER.
+    """
 
     pipeline: str
     file: str | None = None
     gpus: int = 1
     eight: bool = False
+    controlnet: str | None = None
     loras: frozenset[str] = frozenset()
 
     def with_lora(self, path: str) -> Plan:
@@ -114,6 +118,7 @@ def start(plan: Plan) -> Running:
     try:
         words = [*program, "serve", model_path(plan, Path(folder.name)), "--ranks", str(plan.gpus), "--port", "0"]
         words += [*(["--precision", "fp8"] if plan.eight else []), *lora_flags(plan, Path(folder.name))]
+        words += [] if plan.controlnet is None else [f"--controlnet={plan.controlnet}"]
         process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     except OSError as error:
         folder.cleanup()

@@ -109,6 +109,35 @@ def test_a_mask_says_what_is_repainted(nodes: Any, server: Running) -> None:
         run(nodes.Video, model=clip, positive=text)
 
 
+def test_a_controlnet_follows_an_image(nodes: Any, server: Running) -> None:
+    image, model = torch.from_numpy(PIXELS.astype(np.float32) / 255.0)[None], run(nodes.Connect, model="editor")
+    plain = run(nodes.TextNode, text="drawn")
+    both = run(nodes.TextNode, text="drawn", images=image, mask=torch.ones(PIXELS.shape[:2]))
+
+    def with_net(text: Any, **inputs: Any) -> Any:
+        return run(nodes.ControlNode, **{"text": text, "name": "pose ", "image": image, "strength": 0.5, **inputs})
+
+    controlled, latents = with_net(plain), {"samples": torch.zeros(1, 4, 5, 6)}
+    for node in (nodes.Generate, nodes.Sample):
+        run(node, model=model, positive=controlled)
+        order = server.orders[-1]
+        assert (order["controlnet"], order["control_scale"], order["images"]) == ("pose", 0.5, [])
+        assert order["control"]["digest"] == digest(PIXELS.tobytes())
+    run(nodes.Generate, model=model, positive=plain)
+    assert server.orders[-1]["controlnet"] is None
+    for node, text, more, message in (
+        (nodes.Generate, with_net(plain, name="none"), {}, "controlnet 'none' is unknown; use pose"),
+        (nodes.Generate, with_net(both), {}, "takes no controlnet with image and mask"),
+        (nodes.Sample, controlled, {"denoise": 0.5, "latent_image": latents}, "no images or ControlNet in the text"),
+        (nodes.Video, controlled, {}, "videos take no mask and no ControlNet"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            run(node, model=model, positive=text, **more)
+    for text, inputs in ((controlled, {}), (plain, {"image": image.repeat(2, 1, 1, 1)})):
+        with pytest.raises(ValueError, match="a text takes one ControlNet, which follows one image"):
+            with_net(text, **inputs)
+
+
 def test_errors_are_the_servers(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = run(nodes.TextNode, text="mistake")
     with pytest.raises(RuntimeError, match="use one of toy, other"):
@@ -235,6 +264,10 @@ def test_starts_one_server_at_a_time(nodes: Any, comfy: Comfy, tmp_path: Path, m
         assert first.process.poll() == 0
         (words, again) = map(ast.literal_eval, said.read_text().splitlines())
         assert words[2:] == ["--ranks", "2", "--port", "0", "--precision", "fp8"]
+        net = run(nodes.Start, pipeline=str(pipeline), controlnet=f"pose={tmp_path} ")
+        run(nodes.Generate, model=net, positive=text)
+        *_, last = map(ast.literal_eval, said.read_text().splitlines())
+        assert last[-1] == f"--controlnet=pose={tmp_path}"
         assert [Path(x).name for x in (words[1], again[-1])] == ["my_flux.safetensors", "loras"]
         with pytest.raises(RuntimeError, match="has ended: it is broken"):
             run(nodes.Generate, model=run(nodes.Start, pipeline="broken"), positive=text)

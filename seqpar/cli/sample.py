@@ -71,9 +71,10 @@ def run(args: Args, hosts: int = 1, explained: bool = False) -> None:
 
 def _generate(args: Args, plan: Plan, model: Model, job: Job, ranks: Mesh) -> tuple[Result, float | None]:
     """The result, and ms per step if the pipeline reports its steps; rank 0 shows bars."""
-    unit = "video" if job.video else "picture"
+    unit, request = "video" if job.video else "picture", job.request
+    more = request.mask is not None or request.control is not None  # of which pipelines encode what they like
     with (
-        Bar(len(job.request.images), "picture", ranks, "encoding") as encoding,
+        Bar(None if more else len(request.images), "picture", ranks, "encoding") as encoding,
         Progress(job.steps, ranks) as progress,
         Bar(job.load.images, unit, ranks, "decoding") as decoding,
         profiled(args, plan, ranks, progress) as on_step,

@@ -24,9 +24,12 @@ from seqpar.pipelines.protocol import Job, Model, scales
 
 
 class Bar:
-    """A bar on rank 0 that appears with the first count, so that no error message follows an empty bar."""
+    """A bar on rank 0 that appears with the first count, so that no error message follows an empty bar.
 
-    def __init__(self, total: int, unit: str, mesh: Mesh, title: str | None = None) -> None:
+    total: None for a count alone.
+    """
+
+    def __init__(self, total: int | None, unit: str, mesh: Mesh, title: str | None = None) -> None:
         self._total, self._unit, self._title, self._main = total, unit, title, mesh.is_main
         self._bar: tqdm | None = None
 

@@ -478,7 +478,7 @@ class DiffusersJob:
         if self.why_no_steps is None and not modular:
             arguments["callback_on_step_end"] = stepped
         vae = getattr(pipe, "vae", None)
-        encodes = vae if self.request.images else None
+        encodes = vae if self.request.images or self.request.control is not None else None
         with (
             stepping(pipe, step) if modular else nullcontext(),
             watched_vae(encodes, "encode", lambda _: events.encode(1), lambda: events.encode(0)),

@@ -97,13 +97,3 @@ def refuse_latents(finite: Sequence[Tensor], dtype: torch.dtype) -> None:
             f"latents stopped being finite at step {bad[0] + 1} of {len(finite)} in {as_text(dtype)}; try dtype fp32 "
             f"or bf16, or check the weights"
         )
-
-
-def refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:
-    """Raise FloatingPointError if one of the results is not finite."""
-    bad = [number for number, right in enumerate(finite, 1) if not right]
-    if bad:
-        raise FloatingPointError(
-            f"the decoder made pixels that are not finite in {len(bad)} of {len(finite)} results (the first is number "
-            f"{bad[0]}) in {as_text(dtype)}; try dtype fp32 or bf16, or check the weights"
-        )

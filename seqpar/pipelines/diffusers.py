@@ -60,15 +60,7 @@ from seqpar.pipelines.arguments import (
     taking_images,
     with_preset,
 )
-from seqpar.pipelines.calls import (
-    estimated,
-    loaded_control,
-    refuse_infinite,
-    refuse_latents,
-    sounds_of,
-    watched_vae,
-    with_parts_of,
-)
+from seqpar.pipelines.calls import estimated, loaded_control, refuse_latents, sounds_of, watched_vae, with_parts_of
 from seqpar.pipelines.load import keep_fp32
 from seqpar.pipelines.own_loop import timed
 from seqpar.pipelines.pictures import Sound, digest
@@ -87,6 +79,7 @@ from seqpar.transformer.step_cache import step_cache
 from seqpar.types.facts import Work
 from seqpar.types.guidance import Guidance
 from seqpar.types.say import say
+from seqpar.vae.on_mesh import refuse_infinite
 from seqpar.vae.pipeline import VaeMode
 from seqpar.vae.strips import DecodeMode
 

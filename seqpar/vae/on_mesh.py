@@ -203,7 +203,7 @@ class MeshVAE:
                 image.copy_((decoded / 2 + 0.5).clamp(0, 1) + (decoded - decoded))
                 on_image(index)
             images = gather(images, spread.axis, shard.sizes) if spread.axis.size > 1 else images
-        check_finite(images, self.vae.dtype)
+        refuse_infinite(images.isfinite().all(dim=3).all(dim=2).all(dim=1).tolist(), self.vae.dtype)
         return images
 
     # Calls like diffusers' ---------------------------------------------------------------------------------------
@@ -355,14 +355,14 @@ def tiling(vae: Any, on: bool) -> Iterator[None]:
             vae.disable_tiling()
 
 
-def check_finite(images_N3HW: Tensor, dtype: torch.dtype) -> None:
-    # a file would show NaN as black; dtype: the decoder's
-    bad = (~images_N3HW.isfinite().all(dim=3).all(dim=2).all(dim=1)).nonzero().flatten().tolist()
+def refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:
+    """Raise FloatingPointError if one of the results is not finite: a file would show NaN as black."""
+    bad = [number for number, right in enumerate(finite, 1) if not right]
     if bad:
         raise FloatingPointError(
-            f"the decoder made pixels that are not finite in {len(bad)} of {len(images_N3HW)} images (the first is "
-            f"image {bad[0] + 1}) in {str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the "
-            f"decoder's weights and scaling_factor"
+            f"the decoder made pixels that are not finite in {len(bad)} of {len(finite)} results (the first is number "
+            f"{bad[0]}) in {str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the weights and the "
+            f"decoder's scaling_factor"
         )
 
 

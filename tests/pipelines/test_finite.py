@@ -59,7 +59,7 @@ def decoded(rank: int, world: int, device: torch.device, spoil: float) -> str:
 def test_every_rank_raises_for_one_bad_value(ranks: Pool, world: int) -> None:
     for spoil in (float("nan"), float("inf"), -float("inf")):
         for told in ranks.run(world, decoded, spoil):
-            assert told.startswith("the decoder made pixels that are not finite in 1 of 3 images (the first is image")
+            assert told.startswith("the decoder made pixels that are not finite in 1 of 3 results (the first is number")
     assert set(ranks.run(world, decoded, 9.0)) == {"nothing"}  # a negative control: a large value is white
 
 
@@ -71,7 +71,7 @@ def test_a_decoder_of_nan_ends_a_run_without_a_file(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(class_labels, "load_vae", spoiled)
-    with pytest.raises(FloatingPointError, match="try dtype fp32 or bf16, or check the decoder's weights"):
+    with pytest.raises(FloatingPointError, match="try dtype fp32 or bf16, or check the weights"):
         run(Args(classes=("cat",), steps=1, out=tmp_path / "x.png"))
     assert not list(tmp_path.iterdir())
 

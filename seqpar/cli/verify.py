@@ -78,7 +78,7 @@ def checked(args: VerifyArgs, ranks: Mesh) -> OwnJob:
             f"got --counts {args.counts}, expected numbers of ranks from 1 to {world}; start more with --ranks"
         )
     job = check(_as_sample(args), ranks)
-    if not isinstance(job, OwnJob) or not hasattr(job.pipeline, "request"):
+    if not isinstance(job, OwnJob) or job.source.takes != "classes":
         raise ValueError(
             f"--model {args.model} is not supported: all strategies are compared for models of classes only"
         )

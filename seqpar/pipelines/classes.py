@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
 
 import torch
-from torch import Tensor
 
 from seqpar.loading.folder import load_vae
 from seqpar.loading.names import BUILTIN
@@ -124,7 +123,7 @@ class Files(_files.Files):
 
 
 class Asked(TypedDict, total=False):
-    """The settings of `Pipeline.latents`; see `Request` for fields that are not described here.
+    """The settings of `Pipeline.request`; see `Request` for fields that are not described here.
 
     size: (height, width) in pixels, None for the model's own. scheduler: the name of a diffusers class, a scheduler
     (which is not changed), or None for the model's own.
@@ -164,18 +163,7 @@ class Pipeline(Loaded):
         vae = dit.mesh.on_all_ranks(lambda: load_vae(files.source / "vae", dtype, dit.mesh.device))
         return Pipeline(dit, files, vae)
 
-    def latents(
-        self,
-        classes: Sequence[str | int],
-        *,
-        on_step: Callable[[int], None] = lambda index: None,
-        **asked: Unpack[Asked],
-    ) -> Tensor:
-        """Return sampled latents (N, C, h, w) for N classes, equal on every rank, from rank 0's arguments."""
-        return self.sampler(**vars(self.request(classes, **asked)), on_step=on_step)
-
     def request(self, classes: Sequence[str | int], **asked: Unpack[Asked]) -> Request:
-        """Return the inputs of the run that `latents` makes of these arguments, from those of rank 0."""
         mesh, settings = self.dit.mesh, dict[str, Any](asked)
         seed, size, scheduler = settings.pop("seed", 0), settings.pop("size", None), settings.pop("scheduler", None)
         run = settings.get("steps"), settings.get("guidance"), size, seed

@@ -24,7 +24,7 @@ from seqpar.loop import eight
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import Sampler, digest
-from seqpar.loop.request import why_not_captured
+from seqpar.loop.request import Request, why_not_captured
 from seqpar.loop.steppers import Decision, decide
 from seqpar.mesh.inputs import from_rank_0
 from seqpar.mesh.mesh import Mesh
@@ -316,7 +316,7 @@ class OwnJob:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded model on a mesh, with the methods of `seqpar.pipelines.protocol.Model`. A family adds `latents`.
+    """A loaded model on a mesh, with the methods of `seqpar.pipelines.protocol.Model`. A family adds `request`.
 
     vae: diffusers' AutoencoderKL; without one, images are previews of latents. The last run's CUDA graph stays for the
     next compatible call: use the model in a `with` block, or call `release` before the process group ends.
@@ -390,6 +390,14 @@ class Loaded:
     def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:
         return False
 
+    def request(self, *asked: Any, **settings: Any) -> Request:
+        """Return the inputs of a run of these classes or prompts, from rank 0's arguments. Collective."""
+        raise NotImplementedError
+
+    def latents(self, *asked: Any, on_step: Callable[[int], None] = no_event, **settings: Any) -> Tensor:
+        """Return sampled latents (N, C, h, w), equal on every rank; see `request` for the arguments."""
+        return self.sampler(**vars(self.request(*asked, **settings)), on_step=on_step)
+
     def generate(self, job: OwnJob, events: Events) -> Result:
         def step(index: int) -> None:
             events.step(index)
@@ -398,7 +406,7 @@ class Loaded:
         events.boundary()
         estimates = nullcontext() if events.estimates is None else self.sampler.estimating(*events.estimates(job.steps))
         with estimates:
-            latents: Tensor = self.latents(**job.settings, on_step=step)  # pyright: ignore[reportAttributeAccessIssue]
+            latents = self.latents(**job.settings, on_step=step)
         way, total = self._way(job), 0
         if way is not None:
             total = way.shard(len(latents)).sizes[way.axis.rank]

@@ -31,6 +31,7 @@ from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.loop import draw_noise, draw_steps
 from seqpar.loop.models.uvit import Config, Mode, Model
+from seqpar.loop.request import Request
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines import own_loop
@@ -217,7 +218,7 @@ class Pipeline(Loaded):
             ready = partial(text_encoder, files.source, files.blueprint.config.text_tokens, mesh.device, dtype)
         return Texts(cls.text_shapes(files), ready, mesh, dtype)
 
-    def latents(
+    def request(
         self,
         prompts: Sequence[str],
         *,
@@ -227,12 +228,11 @@ class Pipeline(Loaded):
         size: tuple[int, int] | None = None,
         eta: float | None = None,
         scheduler: str | None = None,
-        on_step: Callable[[int], None] = lambda index: None,
-    ) -> Tensor:
-        """Return sampled latents (N, C, h, w) for N prompts, equal on every rank, from rank 0's arguments.
+    ) -> Request:
+        """Return the inputs of a run of these prompts, from rank 0's arguments; see `Asked` for them. Collective.
 
-        See `Asked` for the arguments. Prompts that are not encoded yet take the encoder's memory for the time of this
-        call. Raises ValueError in a mode without prompts.
+        Prompts that are not encoded yet take the encoder's memory for the time of this call. Raises ValueError in a
+        mode without prompts.
         """
         if self.dit.config.mode != "text2img":
             raise ValueError(f"got prompts in mode {self.dit.config.mode}, expected text2img; see `streams`")
@@ -244,7 +244,7 @@ class Pipeline(Loaded):
 
         prompts = self.dit.mesh.on_rank_0(encoded, list[str])
         asked = Asked(len(prompts), steps, guidance, seed, size, eta, scheduler)
-        return self.streams(asked, given=self.texts.rows(prompts), on_step=on_step)["image"]
+        return self._request(asked, self.texts.rows(prompts), None)
 
     def streams(
         self,
@@ -260,6 +260,10 @@ class Pipeline(Loaded):
         img2text and text, and all three in joint, which takes no guidance. given: the other streams, in the same
         shapes; without them modes image and text draw noise at each evaluation. noise: None draws it, too.
         """
+        self.sampler(**vars(self._request(asked, given, noise)), on_step=on_step)
+        return self.sampler.streams()
+
+    def _request(self, asked: Asked, given: Mapping[str, Tensor] | None, noise: Mapping[str, Tensor] | None) -> Request:
         mesh, model, config = self.dit.mesh, self.dit.model, self.dit.config
         asked = mesh.share(asked, Asked)  # only rank 0 may have any streams, and all must check the same
         given, noise = (streams_of_rank_0(mesh, lambda x=x: _on_host(x)) for x in (given, noise))
@@ -291,10 +295,17 @@ class Pipeline(Loaded):
         else:
             drawn = self._fresh(others, generator, evaluations)
         negative = self._fresh(others, generator, evaluations) if asked.guidance.on else {}
-        settings: dict[str, Any] = {"steps": asked.steps, "guidance": asked.guidance, "eta": asked.eta}
-        settings |= {"generator": generator, "drawn": drawn, "negative_drawn": negative}
-        self.sampler(scheduler, start, _prompt(model.PROMPT, asked.count), on_step=on_step, **settings)
-        return self.sampler.streams()
+        return Request(
+            scheduler,
+            start,
+            _prompt(model.PROMPT, asked.count),
+            asked.steps,
+            asked.guidance,
+            asked.eta,
+            generator,
+            drawn=drawn,
+            negative_drawn=negative,
+        )
 
     def captions(self, text_NLC: Tensor) -> list[str]:
         """Return the caption of each row of rank 0's text tokens, on every rank; ValueError for a random model."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from seqpar.loop.distributed import DistributedDiT
 from seqpar.loop.request import Request, check_request, check_settings
@@ -82,16 +82,14 @@ def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: An
     """
     if isinstance(target, DistributedDiT):
         mesh = target.mesh
-        check_settings(target, {name: x for name, x in kwargs.items() if name not in ("graph", "on_step")})
-        verdict = verdict_of(target, _asked(*args, **kwargs), _agreed(mesh, evaluations))
+        settings = {name: x for name, x in kwargs.items() if name not in ("graph", "on_step")}  # arguments of `sample`
+        check_settings(target, settings)
+        verdict = verdict_of(target, Request(*args, **settings), _agreed(mesh, evaluations))
     elif isinstance(target, Loaded):
         mesh = target.dit.mesh
         evaluations = _agreed(mesh, evaluations)
-        probe, stand_in = replace(target), _StandIn(target.dit.model.STATE)
-        vars(probe)["sampler"] = stand_in
-        pipeline: Any = probe
-        pipeline.latents(*args, **{"steps": evaluations, **kwargs})
-        verdict = verdict_of(target.dit, stand_in.request, evaluations)
+        kwargs.pop("on_step", None)
+        verdict = verdict_of(target.dit, target.request(*args, **{"steps": evaluations, **kwargs}), evaluations)
     else:
         mesh, verdict = _of_calls(target, args, kwargs, evaluations)
     if mesh.is_main:
@@ -127,28 +125,6 @@ def _agreed(mesh: Mesh, evaluations: int) -> int:
     """Rank 0's number of evaluations; the same ValueError on every rank if one passes an invalid number."""
     mesh.on_all_ranks(lambda: check_whole("evaluations", evaluations, 1, MOST_STEPS))
     return mesh.share(evaluations, int)
-
-
-def _asked(scheduler: Any, noise: Any, prompt: Any, **settings: Any) -> Request:
-    for name in ("graph", "on_step"):  # arguments of `sample` that are no part of the request
-        settings.pop(name, None)
-    return Request(scheduler, noise, prompt, **settings)
-
-
-class _StandIn:
-    """Replaces a pipeline's sampler: keeps the request that the pipeline makes, and returns its noise."""
-
-    request: Request
-
-    def __init__(self, streams: Sequence[str]) -> None:
-        self._names = streams
-
-    def __call__(self, *args: Any, **settings: Any) -> Tensor:
-        self.request = _asked(*args, **settings)
-        return self.streams()[self._names[0]]
-
-    def streams(self) -> dict[str, Tensor]:
-        return self.request.latents(self._names)
 
 
 def _judged(mesh: Mesh, measured: Comparison, models: Sequence[nn.Module], plan: Plan, started: float) -> Verdict:

@@ -6,18 +6,17 @@ for encoded prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from seqpar.loop.models.two_streams import Model  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 
 from seqpar.loop.blueprint import Blueprint, locate
 from seqpar.loop.loop import draw_noise
+from seqpar.loop.request import Request
 from seqpar.pipelines import own_loop, unidiffuser
 from seqpar.pipelines.own_loop import OwnJob, drawn_in, timed
 from seqpar.pipelines.protocol import GenerationRequest
@@ -36,7 +35,7 @@ class Pipeline(unidiffuser.Pipeline):
     def text_shapes(files: Files) -> Mapping[str, tuple[int, ...]]:
         return {"text": (TOKENS, WIDTH), "pooled": (WIDTH,)}
 
-    def latents(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def request(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         prompts: Sequence[str],
         *,
@@ -44,14 +43,12 @@ class Pipeline(unidiffuser.Pipeline):
         guidance: Guidance,
         seed: int = 0,
         size: tuple[int, int] | None = None,
-        on_step: Callable[[int], None] = lambda index: None,
-    ) -> Tensor:
-        """Return sampled latents (N, C, h, w) for N prompts, equal on every rank."""
+    ) -> Request:
+        """Return the inputs of a run of N prompts."""
         self.dit.mesh.on_all_ranks(lambda: self.texts.encode(prompts))
         shape = len(prompts), self.dit.config.in_channels, *self.files.latent_size(size)
         noise = draw_noise(shape, torch.Generator().manual_seed(seed), drawn_in(self.dit.dtype))
-        settings: Any = {"steps": steps, "guidance": guidance, "on_step": on_step}
-        return self.sampler(DDIMScheduler(clip_sample=False), noise, self.texts.rows(prompts), **settings)
+        return Request(DDIMScheduler(clip_sample=False), noise, self.texts.rows(prompts), steps, guidance)
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,8 @@ def into(
     these flags and waited for those of the other ranks.
     """
     kernel = wide_kernel if how.eight is None else kernel8
-    tensors = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
-    if not kernel.takes(*tensors, how=how) or not tensors[0].numel():
+    first = next(x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None)
+    if not (wide_kernel.fused(first) if how.eight is None else kernel8.takes(first, how)) or not first.numel():
         kernel.reference_into(q_BlHD, k_BlGD, v_BlGD, how, boxes)
         return False
     kernel.launch_into(q_BlHD, k_BlGD, v_BlGD, how, boxes, flags)
@@ -125,18 +125,6 @@ def into(
 def split_out(out_BlHD: Tensor, streams: Sequence[Stream]) -> tuple[Tensor, ...]:
     sizes = [stream.tokens for stream in streams]
     return (out_BlHD,) if len(sizes) == 1 else tuple(out_BlHD.split(sizes, dim=1))
-
-
-def want_gradients(streams: Sequence[Stream]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    tensors = [(s.q, s.k, s.v) if isinstance(s, Given) else (s.x, s.weight, s.bias) for s in streams]
-    return any(x is not None and x.requires_grad for stream in tensors for x in stream)
-
-
-def refuse_gradients(streams: Sequence[Stream], strategy: str) -> None:
-    if want_gradients(streams):
-        raise ValueError(f"inputs require grad, but {strategy} supports inference only on several ranks; detach them")
 
 
 class KeptExchanges(dict[HeadLayout, T]):
@@ -175,8 +163,6 @@ class OneRank:
             else:
                 (q, k), v = prepare(alone.q, alone.k, alone.prepare), alone.v
             return split_out(self._attend(q, k, v, mask_BL, beside), streams)
-        if want_gradients(here):
-            return split_out(self._attend(*joined(here), mask_BL, beside), streams)
         layout = layout_of((self._tokens,), here, here[0].k)
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         buffers = self._joined[layout]
@@ -191,15 +177,6 @@ class OneRank:
         return self._core(q, k, v, mask)[0]
 
 
-def joined(streams: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the prepared q, k and v of the joined tokens, computed with torch's functions, so gradients flow."""
-    ready = [prepare(stream.q, stream.k, stream.prepare) for stream in streams]
-    if len(streams) == 1:
-        return (*ready[0], streams[0].v)
-    q, k = (torch.cat([pair[part] for pair in ready], dim=1) for part in range(2))
-    return q, k, torch.cat([stream.v for stream in streams], dim=1)
-
-
 class Strategy(ABC, Generic[T]):
     """Base class of strategies: an `Attend` that owns its buffers. Subclasses implement `_attend`.
 
@@ -207,8 +184,6 @@ class Strategy(ABC, Generic[T]):
     makes an exchange for a layout. build: builds the strategy for other tokens; called for a stream when a model first
     asks for it alone, so that other models have no further exchanges.
     """
-
-    name: str  # for errors
 
     def __init__(
         self,
@@ -237,9 +212,6 @@ class Strategy(ABC, Generic[T]):
     ) -> tuple[Tensor, ...]:
         if only is not None:
             return self._attend_alone(only, streams, mask_BL, beside)
-        # checked before anything is sent, because the other ranks would wait until their deadline
-        if self._axis.size > 1:
-            refuse_gradients(streams, self.name)
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL, beside)

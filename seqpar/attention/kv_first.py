@@ -41,8 +41,6 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
 class KVFirst(Strategy[KeyValues]):
     """Local attention of this rank's queries over the keys and values of all ranks."""
 
-    name = "kv_first"
-
     def _attend(self, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None) -> Tensor:
         """Send all streams' keys, then values, then compute the queries."""
         projected = [stream for stream in streams if isinstance(stream, Given)]

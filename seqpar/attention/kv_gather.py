@@ -33,8 +33,6 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
 class KVGather(Strategy[KeyValues]):
     """Local attention of this rank's queries over the keys and values of all ranks."""
 
-    name = "kv_gather"
-
     def _attend(self, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None) -> Tensor:
         here = [given(stream) for stream in streams]
         exchange, stay = self._exchanges[layout_of(self._sizes, here, here[0].k)], stays(here)

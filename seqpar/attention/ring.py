@@ -14,14 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import Beside, refuse_gradients
+from seqpar.attention._streams import Beside
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.kernels.merge import merge
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import Tokens, check_tokens
 from seqpar.transports._contract import Rotation, Transport
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
-from seqpar.types.protocols import Attend, Core, Given, Prepare, output_dtype
+from seqpar.types.protocols import Attend, Core, output_dtype
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -53,7 +53,6 @@ class Ring:
             if beside is not None:
                 beside()
             return self._local(q_BLHD, k_BLGD, v_BLGD, mask_BL)
-        refuse_gradients([Given(q_BLHD, k_BLGD, v_BLGD, Prepare())], "ring")
         rotation, groups = self._rotation(k_BLGD), k_BLGD.shape[2]
         box = rotation.outbox()
         box[:, :, :groups].copy_(k_BLGD.transpose(0, 1))

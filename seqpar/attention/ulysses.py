@@ -34,8 +34,6 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
 class Ulysses(Strategy[tuple[ToHeads, ToTokens]]):
     """Runs any Core on all tokens of one axis, with some of the heads on each rank."""
 
-    name = "ulysses"
-
     def _attend(self, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None) -> Tensor:
         here = [given(stream) for stream in streams]
         into, back = self._exchanges[layout_of(self._sizes, here, here[0].k)]

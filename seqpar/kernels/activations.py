@@ -43,7 +43,7 @@ def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False, reus
     exact: x Phi(x), the formula with the error function (U-ViT), otherwise the one with tanh (DiT, FLUX). reuse: x is
     contiguous and not needed afterwards, so the result may be written over it, into half as many lines of the L2 cache.
     """
-    if fused(x_BlF, bias_F):
+    if fused(x_BlF):
         return launch_gelu(x_BlF, bias_F, exact=exact, reuse=reuse)
     return reference_gelu(x_BlF, bias_F, exact=exact)
 
@@ -61,7 +61,7 @@ def sigmoid_gate(x_BlF: Tensor, gate_BlF: Tensor) -> Tensor:
 
     The gate is contiguous and not needed afterwards: the kernel writes over it.
     """
-    return (launch_gate if fused(x_BlF, gate_BlF) else reference_gate)(x_BlF, gate_BlF)
+    return (launch_gate if fused(x_BlF) else reference_gate)(x_BlF, gate_BlF)
 
 
 def reference_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False) -> Tensor:

@@ -100,7 +100,7 @@ def norm_modulate(
     index: int32, for tokens that differ in their modulation; token (b, l) has row index[b, l] of shift and scale.
     rounding: that of the product that reads the result (`Matrix.rounding`), which is then in 8 bits.
     """
-    chosen = launch if fused(x_BlE, *_tensors(shift_BE, scale_BE), norm.weight) else reference
+    chosen = launch if fused(x_BlE) else reference
     return chosen(x_BlE, None, shift_BE, scale_BE, norm, index_Bl=index_Bl, rounding=rounding)[1]
 
 
@@ -125,8 +125,7 @@ def gate_norm_modulate(
     returned instead.
     """
     gated = Gated(gate_BE, branch_BlE, branch_norm)
-    tensors = *_terms(branch_BlE), *_tensors(gate_BE, shift_BE, scale_BE), norm.weight, _weight(branch_norm)
-    chosen = launch if fused(x_BlE, *tensors) else reference
+    chosen = launch if fused(x_BlE) else reference
     return chosen(x_BlE, gated, shift_BE, scale_BE, norm, index_Bl=index_Bl, keep=keep, rounding=rounding)
 
 
@@ -167,7 +166,7 @@ def added(
     index: as for `norm_modulate`; branch_norm: as for `gate_norm_modulate`.
     """
     gated = Gated(gate_BE, branch_BlE, branch_norm)
-    if fused(x_BlE, *_terms(branch_BlE), *_tensors(gate_BE), _weight(branch_norm)):
+    if fused(x_BlE):
         return launch(x_BlE, gated, index_Bl=index_Bl)[0]
     gate = by_token(gate_BE, index_Bl)
     branch = _branch(gated, gate.dtype).to(gate.dtype)
@@ -256,10 +255,6 @@ def launch(
 
 def _terms(branch: Branch | tuple[()]) -> tuple[Tensor, ...]:
     return (branch,) if isinstance(branch, Tensor) else branch
-
-
-def _tensors(*vectors: Vectors) -> list[Tensor]:
-    return [x for each in vectors for x in (each if isinstance(each, Summed) else (each,))]
 
 
 def _weight(norm: BranchNorm | None) -> Tensor | None:

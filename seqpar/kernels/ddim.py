@@ -67,9 +67,7 @@ def guided_step(
     uncond is None without guidance. step: the index of this step, a scalar on the device. bad: the first step that gave
     a non-finite value, a scalar of the same kind, which the kernel updates; it starts at the number of steps.
     """
-    (launch if fused(tokens_nlC, cond_nlM, uncond_nlM) else reference)(
-        tokens_nlC, cond_nlM, uncond_nlM, update, step, bad
-    )
+    (launch if fused(tokens_nlC) else reference)(tokens_nlC, cond_nlM, uncond_nlM, update, step, bad)
 
 
 def reference(

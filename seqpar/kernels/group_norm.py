@@ -54,7 +54,7 @@ def moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
     The result is fp32 (fp64 for fp64). Without places the count is 0. shift_C: is added to x first, without rounding;
     only for channels-last memory.
     """
-    return (launch_moments if fused(x_NC, shift_C) else reference_moments)(x_NC, groups, shift_C)
+    return (launch_moments if fused(x_NC) else reference_moments)(x_NC, groups, shift_C)
 
 
 def combine(parts_PNG3: Tensor) -> Tensor:
@@ -64,8 +64,7 @@ def combine(parts_PNG3: Tensor) -> Tensor:
 
 def normalise(x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False) -> Tensor:
     """Return x, (N, C, ...), normalised by its groups' moments, then by SiLU if `silu`, in x's dtype and format."""
-    tensors = x_NC, moments_NG3, affine.weight_C, affine.bias_C, affine.shift_C
-    return (launch_normalise if fused(*tensors) else reference_normalise)(x_NC, moments_NG3, affine, silu)
+    return (launch_normalise if fused(x_NC) else reference_normalise)(x_NC, moments_NG3, affine, silu)
 
 
 def reference_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:

@@ -44,7 +44,7 @@ UPSAMPLED: tuple[tuple[int, ...], ...] = ((1, 8, 3, 16), (2, 3, 5, 7), (2, 24, 4
 
 def channel_norm(x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, silu: bool = False) -> Tensor:
     """Return the norm of x, (N, C, ...), over its channels, with SiLU if `silu`, in x's dtype and memory format."""
-    taken = fused(x_NC, weight_C, bias_C) and x_NC.shape[1] <= WIDEST
+    taken = fused(x_NC) and x_NC.shape[1] <= WIDEST
     return (launch_norm if taken else reference_norm)(x_NC, weight_C, bias_C, silu)
 
 
@@ -53,7 +53,7 @@ def add(first: Shifted, second: Shifted | None = None, out_NC: Tensor | None = N
 
     out_NC: where the result is written; it may be one of the images.
     """
-    return (launch_sum if fused(*first, *(second or ())) else reference_sum)(first, second, out_NC)
+    return (launch_sum if fused(first[0]) else reference_sum)(first, second, out_NC)
 
 
 def double(x_NChw: Tensor) -> Tensor:

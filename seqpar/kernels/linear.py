@@ -82,7 +82,7 @@ def gated_linear(
 
 def choice(x_BlE: Tensor, packed_F2E: Tensor) -> Faster | None:
     """Return the entry of `GATED_FASTER` for this GPU and these weights; None without one or without quack."""
-    if x_BlE.dtype not in (torch.bfloat16, torch.float16) or not fused(x_BlE, packed_F2E):
+    if x_BlE.dtype not in (torch.bfloat16, torch.float16) or not fused(x_BlE):
         return None
     width, inner = packed_F2E.shape
     tile = GATED_FASTER.get((torch.cuda.get_device_capability(x_BlE.device), width // 2, inner))
@@ -157,7 +157,7 @@ def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, *, exac
     exact: as for `bias_gelu`.
     """
     narrow, weight_FE = x_BlE.dtype in (torch.bfloat16, torch.float16), plain(weight_FE)
-    if bias_F is not None and narrow and not exact and x_BlE.numel() and fused(x_BlE, weight_FE, bias_F):
+    if bias_F is not None and narrow and not exact and x_BlE.numel() and fused(x_BlE):
         width, inner = weight_FE.shape
         shape = torch.cuda.get_device_capability(x_BlE.device), width, inner
         if shape in GELU_FASTER and _quack.why_not() is None:
@@ -193,7 +193,7 @@ def product(x_RC: Tensor, weight_FC: Tensor) -> Tensor:
     if isinstance(weight_FC, Weight8) and len(x_RC) and (len(x_RC) <= MOST or exact.is_on()):
         parts = [few_rows8(part, weight_FC.e4m3, weight_FC.scales) for part in x_RC.split(MOST)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-    if x_RC.is_cuda and wide != x_RC.dtype and not (torch.is_grad_enabled() and x_RC.requires_grad):
+    if x_RC.is_cuda and wide != x_RC.dtype:
         return torch.mm(x_RC, weight_FC.t(), out_dtype=wide)
     return F.linear(x_RC.to(wide), weight_FC.to(wide))
 
@@ -206,5 +206,4 @@ def bf16_parts(x_RC: Tensor) -> Tensor:
 
 
 def in_parts(wide: Tensor, weight: Tensor) -> bool:
-    fits = wide.is_cuda and wide.dim() == 2 and (wide.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
-    return fits and not (torch.is_grad_enabled() and (wide.requires_grad or weight.requires_grad))
+    return wide.is_cuda and wide.dim() == 2 and (wide.dtype, weight.dtype) == (torch.float32, torch.bfloat16)

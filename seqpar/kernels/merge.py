@@ -42,7 +42,7 @@ def merge(
     pass None for both if there is none yet, and the part becomes the state. Do not use the passed state again, because
     it may be overwritten. A part over no keys has a log-sum-exp of -inf; its values do not matter.
     """
-    if fused(part_BLHD, out_BLHD):
+    if fused(part_BLHD):
         return launch(out_BLHD, lse_BHL, part_BLHD, part_lse_BHL, dtype=dtype)
     return reference(out_BLHD, lse_BHL, part_BLHD, part_lse_BHL, dtype=dtype)
 

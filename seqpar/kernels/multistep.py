@@ -75,7 +75,7 @@ def guided_multistep(
     guidance. step: the index of this step, a scalar on the device. bad: the first step that gave a non-finite value, a
     scalar of the same kind, which the kernel updates; it starts at the number of steps.
     """
-    (launch if fused(cond_nlM, uncond_nlM) else reference)(history, cond_nlM, uncond_nlM, steps, step, bad)
+    (launch if fused(cond_nlM) else reference)(history, cond_nlM, uncond_nlM, steps, step, bad)
 
 
 def reference(

@@ -47,14 +47,14 @@ def prepare(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tenso
     """Return q and k after norm and rotary, with the same shapes and dtype; computed in fp32 (fp64 for fp64)."""
     if how.is_identity:
         return q_BlHD, k_BlGD
-    return (launch if takes(q_BlHD, k_BlGD, how=how) else reference)(q_BlHD, k_BlGD, how)
+    return (launch if fused(q_BlHD) else reference)(q_BlHD, k_BlGD, how)
 
 
 def prepare_one(x_BlHD: Tensor, how: Prepare) -> Tensor:
     """Return x as `prepare` returns q, where q and k are different tokens, as in attention of one stream to another."""
     if how.is_identity:
         return x_BlHD
-    return launch_one(x_BlHD, how) if takes(x_BlHD, how=how) else _prepared(x_BlHD, how, how.q_weight, how.q_bias)
+    return launch_one(x_BlHD, how) if fused(x_BlHD) else _prepared(x_BlHD, how, how.q_weight, how.q_bias)
 
 
 def reference(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
@@ -114,10 +114,6 @@ def launch_into(
     that the kernel needs. flags: which the kernel raises, and waits for those of the other ranks.
     """
     _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, meeting(flags))
-
-
-def takes(*inputs: Tensor, how: Prepare) -> bool:
-    return fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
 
 
 def _run(

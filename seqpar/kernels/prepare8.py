@@ -54,7 +54,7 @@ def rotated(x: Tensor) -> Tensor:
 
 def prepare8(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v in e4m3, with the same shapes, in new contiguous tensors."""
-    if takes(q_BlHD, k_BlGD, v_BlGD, how=how):
+    if takes(q_BlHD, how):
         return launch(q_BlHD, k_BlGD, v_BlGD, how)
     q, k, v = reference(q_BlHD, k_BlGD, v_BlGD, how)
     assert q is not None
@@ -130,9 +130,9 @@ def _rounded(x: Tensor) -> Tensor:
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
-def takes(*inputs: Tensor, how: Prepare) -> bool:
-    whole = turned(how, inputs[0].shape[-1]) == inputs[0].shape[-1] // 2  # of each head has a rotary embedding
-    return whole and fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
+def takes(x: Tensor, how: Prepare) -> bool:
+    whole = turned(how, x.shape[-1]) == x.shape[-1] // 2  # of each head has a rotary embedding
+    return whole and fused(x)
 
 
 def _run(

@@ -68,10 +68,6 @@ class Rows8(NamedTuple):
     def shape(self) -> torch.Size:
         return self.values.shape
 
-    @property
-    def requires_grad(self) -> bool:
-        return False  # values of 8 bits have no gradient
-
     def wide(self) -> Tensor:
         """Return x less its centre in fp64, (B, l, E)."""
         return self.values.double() * self.scales.double()
@@ -82,7 +78,7 @@ def round_rows(x_BlE: Tensor, rounding: Rounding, activation: Activation | None 
 
     times: a factor of the rows less the centre, which their scales take.
     """
-    chosen = launch if fused(x_BlE, rounding.centre_E) else reference
+    chosen = launch if fused(x_BlE) else reference
     return chosen(x_BlE, rounding, activation, times)
 
 

@@ -58,7 +58,7 @@ def write(q_RD: Tensor, k_KD: Tensor, into: SoftmaxWeights, tile: Tile) -> None:
     Rows of q and k start at multiples of 16 bytes (see `aligned`). The parts' span is a multiple of the tile's keys,
     and every part has at least one key. The weights of a part after its last key are undefined.
     """
-    (launch if fused(q_RD, k_KD) else reference)(q_RD, k_KD, into, tile)
+    (launch if fused(q_RD) else reference)(q_RD, k_KD, into, tile)
 
 
 def reference(q_RD: Tensor, k_KD: Tensor, into: SoftmaxWeights, tile: Tile) -> None:

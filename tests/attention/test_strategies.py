@@ -297,9 +297,6 @@ def attempts(rank: int, world: int, device: torch.device, strategy: str) -> Iter
     if world > 1:
         yield f"got {world - 1} tokens for {world} ranks, expected at least one", lambda: made(Shard(world - 1, world))
         yield "accepted", lambda: made(JointShard((Shard(world - 1, world), Shard(world, world))))
-        x = torch.ones(1, 8 // world, 2, DIM, requires_grad=True, device=device)
-        stream = Given(x, x, x, Prepare())
-        yield "supports inference only", lambda: made(Shard(8, world))([stream])
         both = (Shard(3, world), Shard(5, world))
         for wrong in (JointShard(both, by_stream=True), JointShard(both, padding=1)) if world < 4 else ():
             what = "accepted" if strategy in EXACT else "merges the results of ranks, so it supports neither keys"

@@ -374,7 +374,7 @@ def test_one_input_alone_has_the_bits_of_both(norm: str) -> None:
 
 
 @gpu
-def test_public_functions_launch_the_kernel_unless_gradients_are_asked_for() -> None:
+def test_public_functions_launch_the_kernel() -> None:
     case, dtype = CASES[5], torch.bfloat16
     q, k, v = project(case, dtype)
     how = preparation(case, "rms per head", "halves", dtype)
@@ -383,7 +383,6 @@ def test_public_functions_launch_the_kernel_unless_gradients_are_asked_for() -> 
     into = boxes(case, dtype)
     into_outboxes(q, k, v, how, into)
     assert holds(into, *launch(q, k, how), v)
-    assert prepare(q.clone().requires_grad_(), k, how)[0].requires_grad
 
 
 @gpu

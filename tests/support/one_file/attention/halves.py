@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import Beside, Strategy, given, joined, layout_of
+from seqpar.attention._streams import Beside, Strategy, given, layout_of
 from seqpar.kernels.merge import merge
+from seqpar.kernels.prepare import prepare
 from seqpar.mesh.mesh import Axis, Mesh
 from seqpar.mesh.shard import Shard, Tokens, check_tokens, starts
 from seqpar.transports._contract import Gather, Transport
@@ -38,11 +39,10 @@ def halves_of(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
 class Halves(Strategy[list[Gather]]):
     """Local attention of this rank's queries to two halves of the keys."""
 
-    name = "halves"
-
     def _attend(self, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None) -> Tensor:
         here = [given(stream) for stream in streams]
-        q, k, v = joined(here)
+        q, k = (torch.cat(parts, 1) for parts in zip(*(prepare(x.q, x.k, x.prepare) for x in here), strict=True))
+        v = torch.cat([x.v for x in here], 1)
         out = lse = None
         halves, groups, first = halves_of(self._sizes), k.shape[2], 0
         exchanges = self._exchanges[layout_of(self._sizes, here, k)]

@@ -113,10 +113,19 @@ def measure(bench: str, about: Line, rows: Iterable[Row], mesh: Mesh, flags: Fla
     bench: the name of the table; about: what all its lines repeat. A collective call.
     """
     lines, begun = list[Line](), time.monotonic()
-    with References(mesh) as references:
+    with ExitStack() as kept:
+        references: dict[str, tuple[Timed | None, str | None]] = {}  # each set up when its first row comes, or why not
+
+        def reference_of(row: Row) -> tuple[Timed | None, str | None]:
+            if (wanted := row.reference) is None:
+                return None, None
+            if wanted.name not in references:
+                references[wanted.name] = attempt(lambda: kept.enter_context(wanted.ready()), mesh, *REFUSALS)
+            return references[wanted.name]
+
         for row in asked(rows, flags.only):
             late = mesh.share(time.monotonic() - begun > 60 * flags.minutes, bool)
-            result = {"ms": None, "refused": LATE} if late else _measured(row, mesh, flags, references)
+            result = {"ms": None, "refused": LATE} if late else _measured(row, mesh, flags, reference_of)
             case = {**about, "kind": row.kind, "way": row.name, **row.case}
             lines.append({"bench": bench, "case": case, "gpus": mesh.world.size, **result})
             free(mesh.device)
@@ -126,29 +135,12 @@ def measure(bench: str, about: Line, rows: Iterable[Row], mesh: Mesh, flags: Fla
     return lines
 
 
-class References(ExitStack):
-    """The references of a table, each set up when its first row comes."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
-        self._mesh = mesh
-        self._ready: dict[str, Timed] = {}
-
-    def of(self, row: Row) -> tuple[Timed | None, str | None]:
-        """(the row's reference, None), or (None, why there is none); a row may name none at all."""
-        wanted = row.reference
-        if wanted is None or wanted.name in self._ready:
-            return self._ready.get(wanted.name) if wanted else None, None
-        ready, why = attempt(lambda: self.enter_context(wanted.ready()), self._mesh, *REFUSALS)
-        if ready is not None:
-            self._ready[wanted.name] = ready
-        return ready, why
-
-
-def _measured(row: Row, mesh: Mesh, flags: Flags, references: References) -> Line:
+def _measured(
+    row: Row, mesh: Mesh, flags: Flags, reference_of: Callable[[Row], tuple[Timed | None, str | None]]
+) -> Line:
     """Set a row up, time it in turn with its reference, and return what its line says."""
     begun = time.monotonic()
-    reference, why = references.of(row)
+    reference, why = reference_of(row)
     before = _allocated(mesh.device)
     with ExitStack() as stack:
         ready, why = (None, why) if why else attempt(lambda: stack.enter_context(row.ready()), mesh, *REFUSALS)

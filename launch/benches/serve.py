@@ -66,7 +66,6 @@ class Asked:
     status: int
     code: str | None
     bits: tuple[str, ...]
-    seconds: float
     param: str | None = None
 
 
@@ -328,7 +327,7 @@ class Clients:
 
     def ask(self, key: str, kind: int, leaves_s: float | None = None) -> None:
         """Ask for what a kind describes until the answer is another than 429, and write it down."""
-        start, sent = time.monotonic(), kinds()[kind]
+        sent = kinds()[kind]
         key = key if sent.key is None else sent.key
         body, form = sent.body
         while True:
@@ -336,13 +335,12 @@ class Clients:
                 status, about, content = self.send("POST", sent.path, key, body, form, leaves_s)
             except (HTTPException, OSError) as error:
                 code = "left" if leaves_s is not None else f"no answer: {type(error).__name__}"
-                found = Asked(kind, None, 0, code, (), time.monotonic() - start)
+                found = Asked(kind, None, 0, code, ())
                 break
             if status != 429:
                 files, error = self._files(key, status, about, content)
                 bits = tuple(shown_bits(sent, file) for file in files)
-                id, seconds = about["x-request-id"], time.monotonic() - start
-                found = Asked(kind, id, status, error.get("code"), bits, seconds, error.get("param"))
+                found = Asked(kind, about["x-request-id"], status, error.get("code"), bits, error.get("param"))
                 break
             time.sleep(float(about["retry-after"]))
         with self.lock:

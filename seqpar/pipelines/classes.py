@@ -77,11 +77,6 @@ class Files(_files.Files):
         return [class_number(str(label), labels) for label in classes]
 
     @property
-    def class_names(self) -> tuple[str, ...]:
-        """First names of all classes that have one, by number."""
-        return tuple(map(self.class_name, sorted(self.labels)))
-
-    @property
     def class_labels(self) -> Mapping[int, tuple[str, ...]]:
         """The names of each class, by number; () for one without a name."""
         return self.labels or dict.fromkeys(range(self.blueprint.config.num_classes), ())

@@ -94,7 +94,6 @@ class Source:
     parts: PipelineParts
     controls: Mapping[str, Fitted] = field(default_factory=dict[str, Fitted])
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
-    class_names = ()
 
     @staticmethod
     def locate(source: Path | RandomModel) -> Source:

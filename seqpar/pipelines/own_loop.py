@@ -112,7 +112,6 @@ class Files:
     vae: Any = None
     scheduling: Mapping[str, Any] = field(default_factory=lambda: DDIM_DEFAULT, kw_only=True)
     takes: ClassVar[Literal["classes", "prompts"]] = "prompts"
-    class_names = ()  # of a model of classes
     needs_image = needs_mask = False
 
     @property

@@ -145,15 +145,12 @@ Estimates = tuple[Collection[int], Callable[[int, Tensor], None]]
 class Source(Protocol):
     """The checked files of a model, before any weight is read.
 
-    takes: which field of a request says what its images show. class_names, class_labels: one name of each class of a
-    model of classes, and all of them by number. needs_image: whether it generates nothing without an input
-    image. needs_mask: whether it only repaints what a mask names. presets: by their names.
+    takes: which field of a request says what its images show. class_labels: the names of each class by its number, of a
+    model of classes. needs_image: whether it generates nothing without an input image. needs_mask: whether it only
+    repaints what a mask names. presets: by their names.
     """
 
     takes: ClassVar[Literal["classes", "prompts"]]
-
-    @property
-    def class_names(self) -> tuple[str, ...]: ...
 
     @property
     def class_labels(self) -> Mapping[int, tuple[str, ...]]: ...

@@ -173,7 +173,7 @@ class CheckedModel:
             self.example.steps,
             str(self.plan.layout),
             self.plan.ms / 1e3,
-            source.class_names,
+            tuple(names[0] for _, names in sorted(source.class_labels.items()) if names),
             tuple(self.loras.by_name),
             video,
             sizes_near(size, fits) if video is None and not source.needs_image else (),

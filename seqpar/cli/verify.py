@@ -91,10 +91,11 @@ def _run_precision(args: VerifyArgs, ranks: Mesh) -> None:
     def checked_pipeline() -> DiffusersJob:
         prompts = args.prompt or (PROMPTS if isinstance(find(args.model), Source) else ())
         job = check(replace(_as_sample(args), prompt=prompts), ranks)
-        if not isinstance(job, DiffusersJob) or job.random is not None or args.image or args.counts or args.repeat > 1:
+        more = args.image or args.controlnet or args.counts or args.repeat > 1
+        if not isinstance(job, DiffusersJob) or job.random is not None or more:
             raise ValueError(
                 "errors are measured for pipelines of trained weights that draw from prompts alone, by one layout; "
-                "leave --image, --counts and --repeat out"
+                "leave --image, --controlnet, --counts and --repeat out"
             )
         if args.min_psnr is not None and (args.lora or args.preset):
             raise ValueError("--min-psnr is searched without LoRAs and presets; leave --lora and --preset out")

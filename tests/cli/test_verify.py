@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from seqpar.mesh.mesh import Mesh
 from seqpar.verifying import budget
 from tests.support.pool import Pool
 from tests.verifying.faults import Fault, ending, lost_shard, none
+
+PICTURE = Path(__file__).parents[2] / "docs" / "builtin.png"
 
 
 def printed(rank: int, world: int, device: torch.device, args: VerifyArgs, fault: Fault) -> tuple[str, str]:
@@ -62,9 +65,10 @@ def few_runs(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_error_of_8_bits_is_printed_written_and_bounded(
-    ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: Pool, folders: Callable[[str], Path], pose: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "precision.json"
+    net = {"controlnet": str(pose), "control_image": str(PICTURE)}
     args = VerifyArgs("builtin-text", prompt=("a red heart",), precision="fp8", steps=2, out=out)
     ends = ranks.run(2, printed, args, none)
     assert [ended for _, ended in ends] == ["", ""]
@@ -77,7 +81,8 @@ def test_the_error_of_8_bits_is_printed_written_and_bounded(
         ({"lora": ("outline",)}, "leave --lora and --preset out"),
         ({"preset": "turbo-8", "steps": 0}, "leave --lora and --preset out"),
         ({"model": "random:FLUX.1-dev"}, "pipelines of trained weights"),
-        ({"repeat": 2}, "leave --image, --counts and --repeat out"),
+        ({"repeat": 2}, "leave --image, --controlnet, --counts and --repeat out"),
+        ({"model": str(folders("flux")), "size": "32x32", **net}, "leave --image, --controlnet, --counts"),
         ({"model": "builtin", "prompt": ()}, "pipelines of trained weights"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -63,6 +63,17 @@ def test_a_name_is_asked_for_once_with_a_short_time_out(asked: Asked) -> None:
         assert hub.download("owner/kept", ["dit"]) == Path("/there")  # from the cache, without a network
 
 
+def test_a_controlnet_is_a_path_or_downloaded(asked: Asked, tmp_path: Path) -> None:
+    questions = asked(None)
+    assert hub.controlnet_of("owner/new") == Path("/there")
+    assert questions == [("owner/new", hub.ASK_S), "owner/new"]
+    assert hub.controlnet_of(str(tmp_path)) == tmp_path
+    assert len(questions) == 2
+    asked(ConnectionError("no route"))
+    with pytest.raises(ValueError, match=r"^got ControlNet 'owner/new': the hub gave no answer"):
+        hub.controlnet_of("owner/new")
+
+
 def test_the_hubs_switch_leaves_it_unasked(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = asked(None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import tempfile
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -307,14 +306,18 @@ def load(device: str, count: int, dtype: str, host: int | None = None) -> Rates:
 
 
 def save(rates: Rates, count: int) -> Path:
-    """Write measured rates to the cache in one atomic step, and return the path of the file."""
+    """Write measured rates to the cache, and return the path of the file."""
     path = _path(rates.device, count, rates.dtype, rates.host)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    with os.fdopen(handle, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(rates), indent=1))
-    os.replace(temporary, path)
+    keep(path, msgspec.json.format(msgspec.json.encode(rates), indent=1))
     return path
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write a file of the cache in one atomic step; OSError if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(content)
+    os.replace(part, path)
 
 
 def cache_folder() -> Path:

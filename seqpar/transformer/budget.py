@@ -6,7 +6,6 @@ calibrations, from where loading reads it: no request and no server chooses them
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import nn
 
 from seqpar.families._modular import parameters_of
 from seqpar.mesh.mesh import Mesh
-from seqpar.planner.rates import cache_folder
+from seqpar.planner.rates import cache_folder, keep
 from seqpar.transformer.calibration import Calibration, calibrated, key_of, weights_of
 from seqpar.transformer.step_cache import StepCache, completed
 from seqpar.types.arguments import check_whole
@@ -104,10 +103,7 @@ class Budget:
     @staticmethod
     def write(path: Path, found: Found) -> None:
         """Keep the result of a search; OSError if the cache cannot be written."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_bytes(msgspec.json.encode(found))
-        os.replace(part, path)
+        keep(path, msgspec.json.encode(found))
 
     @property
     def _name(self) -> str:

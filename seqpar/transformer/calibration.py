@@ -9,7 +9,6 @@ GEMMs accumulate in fp32.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ import torch
 from diffusers.utils import logging
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from seqpar.families._find import BLOCKS, needs_picture, takes_one_prompt, takes_several_images
@@ -38,7 +37,7 @@ from seqpar.loading.parking import bring
 from seqpar.mesh import exact
 from seqpar.mesh.inputs import streams_of_rank_0
 from seqpar.mesh.mesh import Mesh
-from seqpar.planner.rates import cache_folder
+from seqpar.planner.rates import cache_folder, keep
 from seqpar.transformer import lora as adapters
 from seqpar.transformer.attention8 import MEANS, MOST, rounding_of, watched
 from seqpar.transformer.internals import without_bar
@@ -436,10 +435,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(dict(tensors), part)
-        os.replace(part, path)
+        keep(path, save(dict(tensors)))
     except (OSError, SafetensorError) as error:
         say(f"the calibration is not kept for the next start: {error}")

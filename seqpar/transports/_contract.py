@@ -21,7 +21,7 @@ import seqpar.transports
 from seqpar.mesh.mesh import Axis
 from seqpar.mesh.watch import LostRankError, Watch
 from seqpar.transports._exchanges import Gather, Halo, HeadLayout, KeyValues, Rotation, ToHeads, ToTokens
-from seqpar.transports._turns import HaloInTurn, InTurn, RotationInTurn, TurnError, Turns
+from seqpar.transports._turns import InTurn, RotationInTurn, TurnError, Turns
 from seqpar.types.plugins import plugin, plugins
 
 __all__ = ["Facts", "Gather", "Halo", "KeyValues", "Rotation", "ToHeads", "ToTokens", "Transport", "TurnError"]
@@ -129,17 +129,15 @@ class Transport:
     def halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
         """Make a halo: neighbours swap blocks of at most `capacity` elements, with dtype and device of `like`.
 
-        Raises ValueError for a negative capacity or one over 2^31 bytes, and for a dtype of more than 8 bytes.
+        The axis has two ranks or more. Raises ValueError for 2^31 bytes or more.
         """
-        if capacity < 0 or capacity * like.element_size() >= 2**31 or like.element_size() > 8:
-            raise ValueError(
-                f"got a halo of {capacity} elements of {like.dtype}, expected 0 to 2^31 - 1 bytes of elements of at "
-                f"most 8 bytes; swap several blocks, or complex numbers as real ones"
-            )
+        if capacity * like.element_size() >= 2**31:
+            raise ValueError(f"got edges of {capacity} elements of {like.dtype}, expected less than 2^31 bytes")
         self.watch = self.watch or axis.watch
         with torch.inference_mode(False):  # buffers outlive the caller's mode
-            exchange = self._halo(axis, capacity, like) if axis.size > 1 else None
-        return HaloInTurn(exchange, self, axis, capacity, like)
+            made = self._halo(axis, capacity, like)
+        checked: Any = InTurn(made, Turns(self, "a halo", like.device, {"swap": made.swap}), ("swap",))
+        return checked
 
     def abandon(self) -> None:
         """Finish every exchange that an error left unfinished, so that it can be used again; otherwise do nothing.

@@ -151,6 +151,5 @@ class Halo(Protocol):
         strided views of 1 to 5 dims with at most `capacity` elements, of other sizes at every call; they must not
         overlap. Elements are sent in the order of the dims: permute a channels-last tensor to the order of its memory,
         on both sides. When the call returns, `first` and `last` may be written and `before` and `after` read, on a GPU
-        in the order of the current stream. Raises ValueError, before anything moves, for a block that is too large, of
-        another dtype or device, or for a neighbour that does not exist.
+        in the order of the current stream.
         """

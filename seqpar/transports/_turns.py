@@ -15,8 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from seqpar.mesh.mesh import Axis
-from seqpar.transports._exchanges import Halo, Rotation
+from seqpar.transports._exchanges import Rotation
 
 RELEASED = -1  # the next call after `Transport.release`: none
 END = "rotate, read to its end"
@@ -148,35 +147,3 @@ class RotationInTurn:
             yield block
         if blocks is self._reading[0]:  # `abandon` has not replaced them
             self._turns.take(END)
-
-
-class HaloInTurn:
-    """A checked `Halo`, None on an axis of one rank. Its only call can come at any time until release."""
-
-    def __init__(self, made: Halo | None, owner: Owner, axis: Axis, capacity: int, like: Tensor) -> None:
-        self.made, self._capacity, self._kind = made, capacity, (like.dtype, like.device)
-        self._ends = axis.rank == 0, axis.rank == axis.size - 1
-        self._turns = Turns(owner, "a halo", like.device, {"swap": lambda: None})
-
-    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
-        self._check(0, first, before)
-        self._check(1, last, after)
-        self._turns.take("swap")
-        if self.made is not None:
-            self.made.swap(first, last, before, after)
-
-    def _check(self, side: int, outgoing: Tensor | None, incoming: Tensor | None) -> None:
-        for block in (outgoing, incoming):
-            if block is None:
-                continue
-            if self._ends[side]:
-                raise ValueError(
-                    f"got a block for the rank {('before', 'after')[side]}, expected None on the "
-                    f"{('first', 'last')[side]} rank of an axis, which has no such neighbour"
-                )
-            kind = (block.dtype, block.device)
-            if block.numel() > self._capacity or kind != self._kind or block.dim() > 5:
-                raise ValueError(
-                    f"got a block {tuple(block.shape)} of {block.dtype} on {block.device}, expected at most 5 dims, "
-                    f"{self._capacity} elements, {self._kind[0]} on {self._kind[1]}; make a halo for the largest block"
-                )

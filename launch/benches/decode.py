@@ -29,33 +29,23 @@ from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from launch.benches.timing import graphed
 from seqpar.mesh.mesh import Mesh, default_dtype
 from seqpar.planner.plan import choose_transport, load_transport
+from seqpar.vae.known import spatial_factor
 from seqpar.vae.parallel import ParallelVAE
+from seqpar.vae.pipeline import latent_shape
 
 EAGER, TILING = "diffusers, eager", "diffusers, tiling"
-NARROW = (8, 8, 8, 8)
 DETAIL = 0.1  # standard deviation of the latents' noise beside their low frequencies
 WAVE = 8  # latent pixels (and frames) between the random values of the low frequencies
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder of diffusers.
-
-    factor: pixels along each side of a latent pixel. channels: those of the latent. frames: frames of a latent frame
-    after the first one, 1 for a decoder of pictures whose latents have frames, None for latents without frames.
-    narrow: what makes the config tiny, for tests on a CPU.
-    """
+    """A decoder of diffusers. narrow: what makes the config tiny, for a CPU. video: whether it has several frames."""
 
     kind: str
     config: Mapping[str, Any]
     narrow: Mapping[str, Any]
-    factor: int
-    channels: int
-    frames: int | None = None
-
-    @property
-    def video(self) -> bool:
-        return self.frames is not None and self.frames > 1
+    video: bool = False
 
     def build(self, dtype: torch.dtype, device: torch.device, tiny: bool = False) -> Any:
         kind: Any = getattr(diffusers, self.kind)
@@ -65,18 +55,12 @@ class Decoder:
         randomise(made, 1)
         return made
 
-    def shape(self, size: tuple[int, int], frames: int) -> tuple[int, ...]:
-        sides = tuple(side // self.factor for side in size)
-        return 1, self.channels, *(() if self.frames is None else (self.latent_frames(frames),)), *sides
 
-    def latent_frames(self, frames: int) -> int:
-        return (frames - 1) // self.frames + 1 if self.video and self.frames else 1
-
-
+NARROW = {"base_dim": 8, "dim_mult": [1, 1, 1, 1]}
 DECODERS: Mapping[str, Decoder] = {
-    "kl": Decoder("AutoencoderKL", VAE, {"block_out_channels": NARROW, "norm_num_groups": 4, "sample_size": 64}, 8, 16),
-    "qwen": Decoder("AutoencoderKLQwenImage", {}, {"base_dim": 8, "dim_mult": [1, 1, 1, 1]}, 8, 16, 1),
-    "wan": Decoder("AutoencoderKLWan", {}, {"base_dim": 8, "dim_mult": [1, 1, 1, 1]}, 8, 16, 4),
+    "kl": Decoder("AutoencoderKL", VAE, {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "sample_size": 64}),
+    "qwen": Decoder("AutoencoderKLQwenImage", {}, NARROW),
+    "wan": Decoder("AutoencoderKLWan", {}, NARROW, video=True),
 }
 
 
@@ -127,7 +111,10 @@ class Case:
 
     @cached_property
     def z(self) -> Tensor:
-        shape = self.decoder.shape(self.size, self.args.frames)
+        height, width = self.size
+        asked = {"height": height, "width": width, "num_frames": self.args.frames if self.decoder.video else 1}
+        shape = latent_shape(self.vae, asked)
+        assert shape is not None
         return latents(shape).to(self.mesh.device, next(self.vae.parameters()).dtype)
 
     @cached_property
@@ -177,7 +164,7 @@ def rows(case: Case) -> Iterator[Row]:
 def _alone(case: Case, tiled: bool) -> Iterator[Timed]:
     """Decode by diffusers on rank 0, whole or in overlapping tiles, which are blended."""
     vae = case.vae
-    side = getattr(vae, "tile_latent_min_size", 0) or vae.tile_sample_min_height // case.decoder.factor
+    side = getattr(vae, "tile_latent_min_size", 0) or vae.tile_sample_min_height // spatial_factor(vae)
     if tiled and max(case.z.shape[-2:]) <= side:
         raise ValueError(f"got a latent of {case.z.shape[-2]} x {case.z.shape[-1]}, which is one tile of {side}")
     work = _Work(vae.decode, case.z)

@@ -7,12 +7,14 @@ of seqpar is imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from string import printable
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
@@ -21,11 +23,13 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
 from launch.baselines.released import RELEASED, randomise
 
 Config = Mapping[str, Any]
+THEIRS: Any = diffusers  # whose pipelines are imported where they are used, which takes seconds
 SPECIAL = ("<pad>", "<unk>", "<eos>")
 CLIP: Config = {
     **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
@@ -89,9 +93,6 @@ SMALL_WAN: Config = {
 
 def tokenizer(length: int) -> Any:
     """A tokenizer whose tokens are letters, for texts of up to `length` tokens with <eos> at the end."""
-    import transformers  # here, because other benches run without it
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-
     words = {letter: index for index, letter in enumerate((*SPECIAL, *printable))}
     letters = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[1]))
     letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -102,74 +103,51 @@ def tokenizer(length: int) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=letters, model_max_length=length, **names)
 
 
-def randomised(parts: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    modules = [part.to(dtype).eval().requires_grad_(False) for part in parts]
+def randomised(make: Callable[[], list[Any]], dtype: torch.dtype, device: torch.device) -> list[Any]:
+    torch.manual_seed(0)
+    with torch.device(device):  # positions and other buffers are made, too
+        modules = [part.to(dtype).eval().requires_grad_(False) for part in make()]
     for seed, module in enumerate(modules, start=1):
         randomise(module, seed)
     return modules
 
 
-def flux(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Config = FLUX_SIZES) -> Any:
-    import transformers  # here, because other benches run without it
-    from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
-
-    torch.manual_seed(0)
-    with torch.device(device):  # positions and other buffers are made, too
-        parts = [
-            transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes["clip"])),
-            transformers.T5EncoderModel(transformers.T5Config(**sizes["t5"])),
-            AutoencoderKL(**sizes["vae"]),
-        ]
-    text_encoder, text_encoder_2, vae = randomised(parts, dtype)
-    pipe = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=tokenizer(sizes["clip"]["max_position_embeddings"]),
-        text_encoder_2=text_encoder_2,
-        tokenizer_2=tokenizer(512),
-        transformer=transformer,
-    )
+def quiet(pipe: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def flux(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Config = FLUX_SIZES) -> Any:
+    def parts() -> list[Any]:
+        clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes["clip"]))
+        return [clip, transformers.T5EncoderModel(transformers.T5Config(**sizes["t5"])), AutoencoderKL(**sizes["vae"])]
+
+    clip, t5, vae = randomised(parts, dtype, device)
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    tokenizers = tokenizer(sizes["clip"]["max_position_embeddings"]), tokenizer(512)
+    return quiet(THEIRS.FluxPipeline(scheduler, vae, clip, tokenizers[0], t5, tokenizers[1], transformer))
 
 
 def qwen_image(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Config = QWEN_SIZES) -> Any:
-    import transformers  # here, because other benches run without it
-    from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
-
     config = transformers.Qwen2_5_VLConfig(text_config={**sizes["text"]}, vision_config={**sizes["vision"]})
-    scheduler = {"use_dynamic_shifting": True, "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02}
-    torch.manual_seed(0)
-    with torch.device(device):  # positions and other buffers are made, too
-        parts = [transformers.Qwen2_5_VLForConditionalGeneration(config), AutoencoderKLQwenImage(**sizes["vae"])]
-    text_encoder, vae = randomised(parts, dtype)
-    pipe = QwenImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**scheduler),  # pyright: ignore[reportArgumentType]
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=tokenizer(1024),
-        transformer=transformer,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+
+    def parts() -> list[Any]:
+        return [transformers.Qwen2_5_VLForConditionalGeneration(config), AutoencoderKLQwenImage(**sizes["vae"])]
+
+    text_encoder, vae = randomised(parts, dtype, device)
+    shifts: Any = {"use_dynamic_shifting": True, "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02}
+    scheduler = FlowMatchEulerDiscreteScheduler(**shifts)
+    return quiet(THEIRS.QwenImagePipeline(scheduler, vae, text_encoder, tokenizer(1024), transformer))
 
 
 def wan(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Config = WAN_SIZES) -> Any:
-    import transformers  # here, because other benches run without it
-    from diffusers.pipelines.wan.pipeline_wan import WanPipeline
+    def parts() -> list[Any]:
+        t5 = transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes["t5"]))
+        return [t5, AutoencoderKLWan(**sizes["vae"])]
 
-    torch.manual_seed(0)
-    with torch.device(device):  # positions and other buffers are made, too
-        parts = [
-            transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes["t5"])),
-            AutoencoderKLWan(**sizes["vae"]),
-        ]
-    text_encoder, vae = randomised(parts, dtype)
+    text_encoder, vae = randomised(parts, dtype, device)
     scheduler: Any = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    pipe = WanPipeline(tokenizer(512), text_encoder, vae, scheduler, transformer)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(THEIRS.WanPipeline(tokenizer(512), text_encoder, vae, scheduler, transformer))
 
 
 PIPELINES: dict[str, Any] = {

@@ -48,11 +48,3 @@ def load() -> ModuleType | str:
     except TypeError as error:  # quack raises it if it finds no version of CuTe DSL, as outside of site-packages
         return f"quack refuses: {str(error).splitlines()[0]}"
     return _epilogues
-
-
-def loaded() -> ModuleType:
-    """Return the module of epilogues; `ValueError` if quack cannot be used."""
-    quack = load()
-    if isinstance(quack, str):
-        raise ValueError(f"a tile for quack requires it: {quack}; pip install -e '.[flash]' in a clone")
-    return quack

@@ -114,7 +114,6 @@ def launch_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> 
     x_NC, last = dense(x_NC)
     _fits_shift(last, shift_C)
     samples, channels = x_NC.shape[:2]
-    _divides(channels, groups)
     if not x_NC.numel():
         return torch.zeros(samples, groups, 3, device=x_NC.device)
     places, each = x_NC.numel() // (samples * channels), channels // groups
@@ -150,10 +149,7 @@ def launch_normalise(x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bo
     x_NC, last = dense(x_NC)
     out = torch.empty_like(x_NC)
     (samples, channels), groups = x_NC.shape[:2], moments_NG3.shape[1]
-    _divides(channels, groups)
     _fits_shift(last, affine.shift_C)
-    if moments_NG3.shape != (samples, groups, 3):
-        raise ValueError(f"got moments {tuple(moments_NG3.shape)}, expected ({samples}, G, 3)")
     if not out.numel():
         return out
     length = out.numel() // (samples * channels)
@@ -172,11 +168,6 @@ def launch_normalise(x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bo
         constants |= {"C": channels, "WIDTH": width, "ROWS": rows, "TILES": tiles, "num_warps": 4}
         pixels_kernel[(samples * blocks,)](*tensors, affine.shift_C, length, blocks, **constants)
     return out
-
-
-def _divides(channels: int, groups: int) -> None:
-    if channels % groups:
-        raise ValueError(f"got {channels} channels and {groups} groups, expected a number of groups that divides them")
 
 
 def _fits_shift(last: bool, shift_C: Tensor | None) -> None:

@@ -11,7 +11,7 @@ sequence or on the shape of the weights, never on the tokens of a rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -111,8 +111,8 @@ def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
 
 
 def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile) -> Tensor:
-    """Compute `gated_linear` by quack with this tile, without autotuning; `ValueError` if quack is not installed."""
-    quack = _quack.loaded()
+    """Compute `gated_linear` by quack with this tile, without autotuning, where quack can be called."""
+    quack: Any = _quack.load()
     out = x_BlE.new_empty(*x_BlE.shape[:2], packed_F2E.shape[0] // 2)
     quack.gated.gemm(
         x_BlE.flatten(0, 1),
@@ -168,8 +168,9 @@ def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, *, exac
 
 
 def linear_quack(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
-    """Compute `linear_gelu` in one call of quack, rounded once; `ValueError` if quack is not installed."""
-    out_RF = _quack.loaded().gelu_of_product(x_BlE.flatten(0, 1), weight_FE, bias_F, GELU_TILE)
+    """Compute `linear_gelu` in one call of quack, rounded once, where it can be called."""
+    quack: Any = _quack.load()
+    out_RF = quack.gelu_of_product(x_BlE.flatten(0, 1), weight_FE, bias_F, GELU_TILE)
     return out_RF.view(*x_BlE.shape[:2], len(weight_FE))
 
 

@@ -72,12 +72,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "gate": (lambda: activations.launch_gate(X, X.transpose(0, 1)), "expected a contiguous one"),
     "channel_norm": (lambda: images.launch_norm(IMAGE, E[:12]), r"got weights of shapes \[\(12,\)\], expected \(24,\)"),
     "residual": (lambda: images.launch_sum((turned(IMAGE), None), (IMAGE, None)), "in channels-last memory"),
-    "groups": (lambda: group_norm.launch_moments(IMAGE, 5), "got 24 channels and 5 groups"),
     "group_norm, shift": (lambda: group_norm.launch_moments(IMAGE, 4, E), "expected channels-last memory"),
-    "group_norm, moments": (
-        lambda: group_norm.launch_normalise(IMAGE, X, group_norm.Affine(E, E)),
-        r"moments \(2, 3, 24\)",
-    ),
 }
 
 

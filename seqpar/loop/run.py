@@ -187,38 +187,27 @@ class Run:
             self._graph = StepGraph(same_step, changed)
         self._calls.forget("step")
 
-    def branches(self, step: Tensor | None = None) -> dict[str, Branches]:
-        """The model's outputs of both branches for the current state.
+    def predict(self, index: int | None = None) -> dict[str, Tensor]:
+        """The guided prediction (n, l, C*p*p) of each stream for the current state.
 
-        step: index of the evaluation whose modulation is used, as a device scalar; None means the next one.
+        index: the evaluation whose timestep and prompt are used; None means the next one.
         """
-        if step is None:
-            self._load(self._index)
-        outputs = self._outputs(self._count if step is None else step)
-        return {name: self._parted(name, output) for name, output in outputs.items()}
-
-    def predict(self, step: Tensor | None = None) -> dict[str, Tensor]:
-        """The guided prediction (n, l, C*p*p) of each stream for the current state; step: see `branches`."""
-        scale, predictions = self._scale(self._count if step is None else step), {}
-        for name, (cond, uncond) in self.branches(step).items():
-            state = self.steppers[name].state
-            predictions[name] = guide(state.tokens, cond, uncond, scale, state.guided_width)
+        index, predictions = self._index if index is None else index, dict[str, Tensor]()
+        self._load(index)
+        for name, output in self._outputs(torch.full_like(self._count, index)).items():
+            state, branches = self.steppers[name].state, self._parted(name, output)
+            predictions[name] = guide(state.tokens, *branches, self._guidance_S[index], state.guided_width)
         return predictions
 
-    def predict_on(self, index: int, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The guided prediction of each stream for whole model inputs (`inputs`), complete on every rank.
-
-        index: the evaluation whose timestep and prompt are used. The state stays as it is. Collective.
-        """
+    def predict_on(self, index: int, inputs: Mapping[str, Tensor]) -> None:
+        """Compute `predict` for whole model inputs (`inputs`), to show it to others. The state stays as it is."""
         states = {name: stepper.state for name, stepper in self.steppers.items()}
         before = {name: state.tokens.clone() for name, state in states.items()}
         for name, state in states.items():
             state.tokens.copy_(state.slice(inputs[name]))
-        self._load(index)
-        predictions = self.predict(torch.full_like(self._count, index))
+        self.predict(index)
         for name, state in states.items():
             state.tokens.copy_(before[name])
-        return {name: states[name].gather(x) for name, x in predictions.items()}
 
     def clean(self, before: Tensor) -> Tensor:
         """The estimate of the first stream's clean latents in the last step's prediction, complete on every rank.
@@ -320,9 +309,6 @@ class Run:
         streams = {**share.constant, **tokens, **drawn}
         with self._dit.computing():
             return self._dit.model.forward_tokens(streams, share.positions, conditioning, share.attend)
-
-    def _scale(self, step: Tensor) -> Tensor:
-        return self._guidance_S.index_select(0, step.view(1))[0]
 
     def _parted(self, name: str, output: Tensor) -> Branches:
         """Both branches of a stream's output on this rank; a cfg axis gathers them."""

@@ -441,7 +441,9 @@ class DiffusersJob:
     def call(self, pipe: Any, arguments: Mapping[str, Any], mesh: Mesh) -> Any:
         """Call the pipeline; ValueError where diffusers fails in its loop, as values in files can make it."""
         name = self.source.parts.source if self.random is None else self.random.name
-        with loop_context(f"got pipeline {name}, which fails in its loop", mesh.world.size > 1):
+        fails, devices = f"got pipeline {name}, which fails in its loop", [mesh.device] * (mesh.device.type == "cuda")
+        with torch.random.fork_rng(devices), loop_context(fails, mesh.world.size > 1):
+            torch.manual_seed(self.request.seed)  # some pipelines encode images by numbers of no generator
             arguments = {**arguments, "generator": torch.Generator().manual_seed(self.request.seed)}
             return called(pipe, arguments) if is_modular(pipe) else pipe(**arguments)
 

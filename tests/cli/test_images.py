@@ -132,6 +132,36 @@ def test_masks_and_controlnets_draw_as_in_diffusers_alone(
         assert told["chosen"]["control"] == facts
 
 
+def test_an_image_that_diffusers_encodes_without_a_generator_follows_the_seed(
+    ranks: Pool, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from tests.support import pipelines
+
+    folder, net, file = folders("sd3"), tmp_path / "net", tmp_path / "edges.png"
+    kind, more = THEIRS.SD3ControlNetModel, {"num_extra_conditioning_channels": 0}
+    control = kind.from_transformer(
+        pipelines.sd3().transformer, num_layers=1, load_weights_from_transformer=False, **more
+    )
+    pipelines.random_weights(control, 6).save_pretrained(net)
+    picture().save(file)
+    flags: dict[str, Any] = {"image": (), "controlnet": str(net), "control_image": str(file), "size": "24x32"}
+    args = ordered(folder, tmp_path, 0, **flags, steps=2, guidance=1.0, out=tmp_path / "x.png")
+    same: Any = {"control_image": picture(), "guidance_scale": 1.0, "height": 24, "width": 32}
+
+    def of_diffusers() -> np.ndarray:
+        parts = {"controlnet": kind.from_pretrained(net)}
+        return theirs(folder, "StableDiffusion3ControlNetPipeline", parts=parts, **same)
+
+    torch.manual_seed(3)
+    truth = of_diffusers()
+    for world, mesh in ((1, "auto"), (2, "ulysses=2")):
+        before = torch.get_rng_state()
+        ranks.run(world, shown, replace(args, mesh=mesh))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert abs(pixels(args.out) - truth).max() < SAME
+    assert abs(of_diffusers() - truth).max() > SAME  # a negative control: numbers of the process go on
+
+
 def blocks(frames_FHW3: np.ndarray) -> np.ndarray:
     """Means of 2 x 2 pixels, which share a colour in the file."""
     count, height, width, _ = frames_FHW3.shape

@@ -103,12 +103,12 @@ class Row:
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of calls and steps of one picture that have a time."""
+    """Yield the lines of calls and steps of one picture that have a time, but for those of exact mode."""
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         case = line.get("case")
         timed = line.get("bench") in BENCHES and isinstance(case, dict) and "median" in (line.get("ms") or {})
-        if timed and case.get("images", 1) == 1 and not (case.get("masked") or case.get("layers")):
+        if timed and case.get("images", 1) == 1 and not any(map(case.get, ("masked", "layers", "exact"))):
             yield line
 
 

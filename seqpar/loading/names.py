@@ -145,11 +145,19 @@ def importing_pipelines() -> Iterator[None]:
 
 
 @contextmanager
-def building() -> Iterator[None]:
-    """Silence what torch says of older functions of its own, by which models of diffusers are built."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+def building(dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Silence what torch says of older functions of its own, by which models of diffusers are built.
+
+    dtype: of their weights and of what they compute; None: torch's default.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -273,13 +273,8 @@ class Weights:
 
     def empty(self, dtype: torch.dtype) -> Any:
         """Return the model with its parameters on the meta device, and its buffers as diffusers computes them."""
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)  # in which diffusers builds a model, and so computes buffers
-        try:
-            with no_init_weights(), accelerate.init_empty_weights(), building():
-                return self.fitted.kind.from_config(dict(self.fitted.config))
-        finally:
-            torch.set_default_dtype(before)
+        with no_init_weights(), accelerate.init_empty_weights(), building(dtype):
+            return self.fitted.kind.from_config(dict(self.fitted.config))
 
     def begin(self, reader: Reader, team: Team, taken: Sequence[int]) -> Placing:
         """Begin to read the weights; see `placing.begin`."""

@@ -10,7 +10,7 @@ from diffusers.models.modeling_utils import no_init_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from seqpar.loading.names import RandomModel
+from seqpar.loading.names import RandomModel, building
 
 INIT_STD = 0.02  # standard deviation of random weights
 
@@ -56,12 +56,7 @@ def random_pipeline(random: RandomModel, kind: Any, dtype: torch.dtype, device: 
 def _model(kind: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     if not issubclass(kind, torch.nn.Module):
         return kind(**config)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with no_init_weights(), torch.device(device):
-            model = kind(**config)
-    finally:
-        torch.set_default_dtype(before)
+    with no_init_weights(), torch.device(device), building(dtype):
+        model = kind(**config)
     randomise(model, 0)
     return model.requires_grad_(False).eval()

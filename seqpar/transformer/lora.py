@@ -248,12 +248,16 @@ def _scales(layer: Any) -> str:
 
 
 def _sums(adapted: Iterable[nn.Module]) -> list[int]:
-    # Of the bits of each tensor, as integers, whose sum is the same in any order. The first factors of LoRA are left
-    # out: they may be random as long as the second ones are zero.
+    # The first factors of LoRA are left out: they may be random as long as the second ones are zero.
     every = [pair for layer in adapted for pair in layer.named_parameters()]
     values = [x.detach() for name, x in every if "base_layer" not in name and "lora_A" not in name]
-    sums = [x.contiguous().view(_INTEGERS[x.itemsize]).sum(dtype=torch.int64) for x in values]
+    sums = [bits(x) for x in values]
     return torch.stack([x.to(sums[0].device) for x in sums]).tolist() if sums else []
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers, added up, () int64: the same in any order of its numbers."""
+    return x.contiguous().view(_INTEGERS[x.itemsize]).sum(dtype=torch.int64)
 
 
 def _counted(texts: Mapping[str, str]) -> str:

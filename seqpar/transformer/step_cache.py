@@ -35,6 +35,7 @@ from seqpar.kernels.step_cache import RESIDUALS, add_change, extrapolate
 from seqpar.mesh.mesh import Axis
 from seqpar.transformer.blocks import FusedBlocks
 from seqpar.transformer.forward import CallState
+from seqpar.transformer.lora import bits
 from seqpar.types.arguments import check_kind
 
 KEPT = 16  # branches of a size that keep buffers; a size has one to three
@@ -306,14 +307,14 @@ class StepCaching:
         if mark is None or branch is None or mark != (branch.number, len(self._beside), self.home):
             return
         text, time = self.text_of(arguments), arguments[self._of.time]
-        bits = _bits(text) if text is not None else branch.seen.new_zeros(1)
+        seen = bits(text).reshape(1) if text is not None else branch.seen.new_zeros(1)
         now = torch.as_tensor(time, device=branch.seen.device).double().max().reshape(1).view(torch.int64)
         self._rounds = isinstance(time, Tensor) and time.is_floating_point() and time.itemsize == 2
         counts = self.home is None or self.home == self._state.mesh.cfg.rank
-        changed = bits.new_zeros(2)
+        changed = seen.new_zeros(2)
         if counts:
-            changed[self._beside.index(branch)] = (bits != branch.seen).squeeze()
-        self._run = _Run(branch, changed, bits, now, counts and branch is self._beside[0])
+            changed[self._beside.index(branch)] = (seen != branch.seen).squeeze()
+        self._run = _Run(branch, changed, seen, now, counts and branch is self._beside[0])
 
     def check_ended(self) -> None:
         """Raise ValueError if others have left out the block at which this call's step would have ended."""
@@ -563,9 +564,3 @@ def _three(x: Tensor) -> Tensor:
 def _axes(state: CallState) -> list[Axis]:
     mesh = state.mesh
     return [axis for axis in (mesh.sequence, mesh.cfg, mesh.data) if axis.size > 1]
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers, added up, (1,) int64."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.contiguous().view(kinds[x.element_size()]).sum(dtype=torch.int64).reshape(1)

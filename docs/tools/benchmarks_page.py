@@ -27,7 +27,8 @@ INTRODUCTION = """# Benchmarks
 </picture>
 
 A bar is the measured time of a call times the calls of a run, without text encoders and VAE, with random weights of the
-released sizes. Bars of seqpar and a peer in bf16 are of one machine and day. *SGLang was not run: its bars are
+released sizes. Bars of seqpar and a peer in bf16 are of one machine and day, and one group has one kind of GPUs. fp8 is
+`--precision fp8` alone, with attention in bf16. *SGLang was not run: its bars are
 [figures that it published](#published-by-others), which include the scheduler's steps. [How fast on
 1 to 8 GPUs](../speed.md). Start-up, memory and serving are on the pages of each date ([list](#all-pages)).
 
@@ -129,8 +130,13 @@ def rows(path: Path) -> dict[str, list[Row]]:
 def _work(case: Mapping[str, Any]) -> str:
     text = f" + {case['text']}" if case.get("text") else ""
     branches = ", both branches" if "both branches" in case["way"] else ""
-    precision = f", {case['precision']}" if case.get("precision") else ""
-    return f"{case['tokens']:,}{text} tokens{branches}{precision}"
+    return f"{case['tokens']:,}{text} tokens{branches}{eight_bits(case)}"
+
+
+def eight_bits(case: Mapping[str, Any]) -> str:
+    """Return "", ", fp8" for `--precision fp8`, or ", fp8, attention fp8" with `--local-attention fp8`, too."""
+    attention = ", attention fp8" if "attention fp8" in case["way"] else ""
+    return (f", {case['precision']}" if case.get("precision") else "") + attention
 
 
 def _fastest(of: Iterable[dict[str, Any]]) -> dict[str, Any] | None:

@@ -2,8 +2,9 @@
 
     python -m docs.tools.speed_chart --write    # docs/pictures/speed-*.svg, for wide and narrow screens, light and dark
 
-A bar is the median time of a call in a committed line times the number of calls in a run. The figures of other projects
-(docs/benchmarks/published.jsonl) are drawn as they published them.
+A bar is the median time of a call in a committed line times the number of calls in a run; "fp8" is `--precision fp8`
+alone. A group has the bars of one kind of GPUs. The figures of other projects (docs/benchmarks/published.jsonl) are
+drawn as they published them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
-from docs.tools.benchmarks_page import FOLDER, lines, newest
+from docs.tools.benchmarks_page import FOLDER, eight_bits, lines, newest
 
 PICTURES = FOLDER.parent / "pictures"
 PUBLISHED = FOLDER / "published.jsonl"
 GPUS = (1, 2, 4)
+KINDS = ("peer", "published", "ours", "peer8", "ours8")  # from above
 
 
 @dataclass(frozen=True)
@@ -57,18 +60,19 @@ class Bar:
 def bars(run: Run) -> list[Bar]:
     """Return the bars of a run: the least time of each kind in the newest file that has it.
 
-    In bf16, seqpar and its peer come from one file if any has both: one machine, one day.
+    In bf16, seqpar and its peer come from one file if any has both: one machine, one day. Where 8 bits were measured on
+    other GPUs than these, bf16 of their file is shown beside them.
     """
     shown = list[Bar]()
     for gpus in GPUS:
         files = [list(_of(run, gpus, path)) for path in newest("2*.jsonl")]
-        bf16 = _first(files, {"ours", "peer"}) or _first(files, {"ours"})
-        published = list(_published(run, gpus))
-        kinds = {"peer": bf16, "published": published, "ours": bf16}
-        kinds |= {kind: _first(files, {kind}) for kind in ("peer8", "ours8")}
-        for kind, found in kinds.items():
-            if of_kind := [bar for bar in found if bar.kind == kind]:
-                shown.append(min(of_kind, key=lambda bar: bar.seconds))
+        found = list(_published(run, gpus)) + (_first(files, {"ours", "peer"}) or _first(files, {"ours"}))
+        cards = {bar.gpu for bar in found if bar.kind == "ours"}
+        for kind in ("peer8", "ours8"):
+            of_kind = _first(files, {kind})
+            found += [bar for bar in of_kind if bar.kind == kind or (bar.kind == "ours" and bar.gpu not in cards)]
+        by_kind = sorted(found, key=lambda bar: (bar.gpu, KINDS.index(bar.kind), bar.seconds))
+        shown += [next(same) for _, same in groupby(by_kind, key=lambda bar: (bar.gpu, bar.kind))]
     return shown
 
 
@@ -81,9 +85,10 @@ def _of(run: Run, gpus: int, path: Path) -> Iterator[Bar]:
         case = line["case"]
         pair = "both branches" in case["way"]  # one line for two calls
         of_run = (case["model"], case["tokens"], line["gpus"]) == (run.model, run.tokens, gpus)
-        if not of_run or case["kind"] == "ceiling" or (pair and not run.guided):
-            continue
         eight = "fp8" in case["way"]
+        attention = eight_bits(case).endswith("attention fp8")  # an option of its own
+        if not of_run or case["kind"] == "ceiling" or attention or (pair and not run.guided):
+            continue
         engine = case.get("engine", "").partition(" Ulysses")[0].removeprefix("diffusers + ")
         name = engine or ("seqpar fp8" if eight else "seqpar")
         seconds = line["ms"]["median"] / 1e3 * run.calls / (2 if pair else 1)
@@ -130,19 +135,19 @@ def svg(theme: str, columns: tuple[tuple[int, ...], ...]) -> str:
 def _panel(run: Run, x: float, y: float) -> tuple[list[str], float]:
     """Draw the bars of a run, on the scale of the longest, and return where the panel ends."""
     found = bars(run)
-    longest, gpus = max(bar.seconds for bar in found), 0
+    longest, group = max(bar.seconds for bar in found), ""
     drawn = [_text(x, y + 18, run.title, "b"), _text(x, y + 34, f"{run.what}: seconds of denoising", "s")]
     y += 42
     for bar in found:
-        if bar.gpus != gpus:
-            gpus, y = bar.gpus, y + 4
-            drawn.append(_text(x, y + 13, f"{gpus} GPU{'s' if gpus > 1 else ''}", "s"))
+        if group != (group := f"{bar.gpus} {bar.gpu}{'s' if bar.gpus > 1 else ''}"):
+            y += 4
+            drawn.append(_text(x, y + 13, group, "s"))
         length = LONGEST * bar.seconds / longest
         seconds = f"{bar.seconds:.{0 if bar.seconds >= 100 else 1}f}"
         drawn.append(_text(x + 54, y + 13, bar.name, "b" if bar.kind.startswith("ours") else ""))
         place = f'x="{x + LEFT:g}" y="{y + 3:g}" width="{length:.1f}" height="{ROW - 6}"'
         drawn.append(f'<rect class="{bar.kind}" {place} rx="2"/>')
-        drawn.append(_text(x + LEFT + length + 6, y + 13, f'{seconds} <tspan class="s">{bar.gpu}</tspan>', ""))
+        drawn.append(_text(x + LEFT + length + 6, y + 13, seconds, ""))
         y += ROW
     return drawn, y + 10
 

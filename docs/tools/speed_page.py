@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from datetime import date, timedelta
 from functools import cache
 
-from docs.tools.benchmarks_page import FOLDER, Row, newest, rows
+from docs.tools.benchmarks_page import FOLDER, Row, eight_bits, newest, rows
 from launch.baselines.released import RELEASED, Released
 from seqpar.families._find import WORK
 from seqpar.planner.predict import TABLE_BYTES, Load
@@ -19,6 +20,8 @@ from seqpar.planner.search import Preferences, search
 PAGE = FOLDER.parent / "speed.md"
 BEGIN, END = "<!-- table: python -m docs.tools.speed_page --write -->\n", "<!-- end of table -->"
 GPUS = (1, 2, 3, 4, 6, 8)
+ATTENTION = "fp8, attention fp8"
+SAME = timedelta(1)  # between cells of a row without a date
 # model -> its title; calls have the sizes of the benches (launch/baselines/released.py)
 TITLES = {
     "flux.1-dev": "FLUX.1-dev, 1024 x 1024",
@@ -42,9 +45,9 @@ def measured(model: str, gpus: int, precision: str) -> Row | None:
     """Return the newest line of one branch of guidance on these GPUs."""
     for found in all_rows():
         for row in found.get(model, ()):
-            eight = "fp8" if row.ours["case"].get("precision") else "bf16"
-            whole = "both branches" not in row.work and row.ours["case"]["tokens"] == RELEASED[model].tokens
-            if row.gpus == gpus and eight == precision and whole:
+            case = row.ours["case"]
+            whole = "both branches" not in row.work and case["tokens"] == RELEASED[model].tokens
+            if row.gpus == gpus and (eight_bits(case).removeprefix(", ") or "bf16") == precision and whole:
                 return row
     return None
 
@@ -79,13 +82,23 @@ def _differences() -> str:
 
 def _rows() -> Iterator[str]:
     for name, title in TITLES.items():
-        for precision in ("bf16", "fp8"):
+        for precision in ("bf16", "fp8", ATTENTION):
+            found = [measured(name, gpus, precision) for gpus in GPUS]
+            if precision == ATTENTION and not any(found):
+                continue
+            newest_day = max((_day(row) for row in found if row), default=None)
             cells = list[str]()
-            for gpus in GPUS:
-                row, guess = measured(name, gpus, precision), f"~{_ms(predicted(RELEASED[name], gpus, precision))}"
+            for gpus, row in zip(GPUS, found, strict=True):
+                guess = "" if precision == ATTENTION else f"~{_ms(predicted(RELEASED[name], gpus, precision))}"
                 card = "" if row is None or row.gpu == "H200" else f" {row.gpu}"
-                cells.append(guess if row is None else f"**{_ms(row.ours['ms']['median'])}**{card} {guess}")
+                older = f" ({_day(row):%b %-d})" if row and newest_day and newest_day - _day(row) > SAME else ""
+                time = f"**{_ms(row.ours['ms']['median'])}**{card}{older}" if row else ""
+                cells.append(f"{time} {guess}".strip() or "-")
             yield f"| {title if precision == 'bf16' else ''} | {precision} | {' | '.join(cells)} |\n"
+
+
+def _day(row: Row) -> date:
+    return date.fromisoformat(row.file.name[:10])
 
 
 def _ms(ms: float) -> str:

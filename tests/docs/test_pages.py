@@ -40,6 +40,30 @@ def test_the_page_of_speed_is_made_of_the_lines_and_the_planner() -> None:
     assert speed_page.PAGE.read_text(encoding="utf-8") == speed_page.page(), "python -m docs.tools.speed_page --write"
 
 
+def test_fp8_in_chart_and_table_is_the_option_alone() -> None:
+    """README, chart and table agree, and attention in 8 bits has rows of its own."""
+    flux = speed_chart.RUNS[0]
+    for gpus in speed_chart.GPUS:
+        alone, both = (speed_page.measured(flux.model, gpus, of) for of in ("fp8", speed_page.ATTENTION))
+        assert alone
+        assert both
+        assert "attention" not in alone.ours["case"]["way"]
+        assert "attention fp8" in both.ours["case"]["way"]
+        (bar,) = [bar for bar in speed_chart.bars(flux) if (bar.gpus, bar.kind) == (gpus, "ours8")]
+        assert bar.seconds == alone.ours["ms"]["median"] / 1e3 * flux.calls
+    plain, eight = (speed_page.measured(flux.model, 1, of) for of in ("bf16", "fp8"))
+    assert plain
+    assert eight
+    claim = f"from {plain.ours['ms']['median']:.0f} to {eight.ours['ms']['median']:.1f} ms"
+    assert claim in README.read_text(encoding="utf-8")
+
+
+def test_a_bar_of_8_bits_has_bf16_of_its_gpus_beside_it() -> None:
+    for run in speed_chart.RUNS:
+        bars = {(bar.gpus, bar.gpu, bar.kind) for bar in speed_chart.bars(run)}
+        assert bars >= {(gpus, gpu, "ours") for gpus, gpu, kind in bars if kind == "ours8"}, run.title
+
+
 def test_the_pictures_are_made_of_the_data() -> None:
     for program in (strategy_pictures, speed_chart):
         for name, text in program.pictures().items():

@@ -86,7 +86,7 @@ def _of(run: Run, gpus: int, path: Path) -> Iterator[Bar]:
         pair = "both branches" in case["way"]  # one line for two calls
         of_run = (case["model"], case["tokens"], line["gpus"]) == (run.model, run.tokens, gpus)
         eight = "fp8" in case["way"]
-        attention = eight_bits(case).endswith("attention fp8")  # an option of its own
+        attention = eight_bits(case).endswith("attention fp8")  # a separate option
         if not of_run or case["kind"] == "ceiling" or attention or (pair and not run.guided):
             continue
         engine = case.get("engine", "").partition(" Ulysses")[0].removeprefix("diffusers + ")

@@ -8,9 +8,11 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.pages import FENCE, pages
 from tests.support.structure import files
 
 MOST = 40  # per 100,000 words of code; well-edited packages have none
+MOST_ON_PAGES = 20
 PATTERNS = [
     r", expected (none|neither|it|them|both|those|these|one(?! of [{a-z])|some(?! of))\b",
     r"\bexpected (ones?|those|that|it) (that|which|with|from|to|for|less)\b",
@@ -50,18 +52,38 @@ def texts(source: str) -> Iterator[str]:
             yield re.sub(r"\s+", " ", text)
 
 
+def paragraphs(page: str) -> Iterator[str]:
+    """Yield the paragraphs of a page, without its blocks and code spans."""
+    prose = re.sub(r"`[^`\n]+`", "`X`", FENCE.sub("\n\n", page))
+    for paragraph in re.split(r"\n\s*\n", prose):
+        yield re.sub(r"\s+", " ", paragraph).strip()
+
+
 def riddles(found: list[str]) -> list[str]:
     return [match[0] for text in found for riddle in RIDDLES for match in riddle.finditer(text)]
 
 
 def test_riddles_are_rare() -> None:
     sources = {path: list(texts(path.read_text(encoding="utf-8"))) for path in files("seqpar", "launch", "examples")}
+    rate, places = rarity(sources)
+    assert rate <= MOST, places
+
+
+def test_riddles_are_rare_on_pages() -> None:
+    rate, places = rarity({path: list(paragraphs(path.read_text(encoding="utf-8"))) for path in pages()})
+    assert rate <= MOST_ON_PAGES, places
+
+
+def rarity(sources: dict[Path, list[str]]) -> tuple[float, dict[Path, list[str]]]:
+    """Return riddles per 100,000 words, and those of each file."""
     words = sum(len(text.split()) for found in sources.values() for text in found)
-    places: dict[Path, list[str]] = {path: hits for path, found in sources.items() if (hits := riddles(found))}
-    assert 1e5 * sum(map(len, places.values())) / words <= MOST, places
+    places = {path: hits for path, found in sources.items() if (hits := riddles(found))}
+    return 1e5 * sum(map(len, places.values())) / words, places
 
 
 def test_riddles_are_found() -> None:
     wrong = 'x = 1  # the ranks end in vain\nraise ValueError("got 2 masks, expected none")'
     assert riddles(list(texts(wrong))) == ["in vain", "the ranks end", ", expected none"]
     assert not riddles(list(texts('"""Return the mask of every token. The `ranks end` here."""')))
+    page = "The ranks\nend `in vain`.\n\n```\nnobody\n```\nIt starts anew."
+    assert riddles(list(paragraphs(page))) == ["The ranks end", "anew"]

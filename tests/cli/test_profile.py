@@ -15,7 +15,7 @@ from tests.cli.runs import parameters
 
 def test_two_ranks_make_the_picture_and_the_profile(tmp_path: Path) -> None:
     out, folder = tmp_path / "x.png", tmp_path / "profile"
-    flags = ("--ranks", "2", "--classes", "cat", "--steps", "4", "--profile-steps", "2", "--mesh", "cfg=1")
+    flags = ("--ranks", "2", "--classes", "cat", "--steps", "4", "--profile-steps", "2", "--mesh", "ulysses=2")
     ended = seqpar("profile", *flags, "--profile-out", folder, "--out", out)
     assert ended.returncode == 0, ended.stderr
     assert "\nKernels that lose the most time per step:\n1. " in ended.stdout

@@ -21,7 +21,7 @@ from tests.support.pool import server
 pytestmark = pytest.mark.slow
 
 HERE = "tests/docs/test_commands.py"
-NEEDS = ("needs GPUs", "needs a download")
+NEEDS = ("needs GPUs", "needs a download", "needs Docker", "needs a cluster")
 GATE = re.findall(r"\bblock (\w+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
 MINE = [command for block in every_block() if block.mark == f"run by {HERE}" for command in block.commands]
 
@@ -50,6 +50,9 @@ def test_each_command_is_run_or_says_what_it_needs() -> None:
         "```bash\npip install x\n```\n",
         "<!-- run by tests/none.py -->\n```bash\npytest\n```\n",
         "<!-- picture -->\n\n    torchrun x.py\n",
+        "text\n\n    docker run x\n",
+        "text\n\n    A=1 B=/x sbatch x\n",
+        "```\nseqpar doctor\n```\n",
     ],
 )
 def test_a_command_without_a_test_is_found(text: str) -> None:
@@ -60,11 +63,12 @@ def test_a_command_without_a_test_is_found(text: str) -> None:
 def flags(command: str) -> tuple[type, list[str]] | None:
     """Return the flags of a command of ours and its words; None for other programs and for outlines ([--flag])."""
     _, script, rest = command.partition("launch/sample.py")
-    if "[" in command or not (script or "seqpar " in command or "-m seqpar.cli " in command):
+    ours = re.search(r"(?:^(?:[A-Z]\w*=\S+ )*seqpar|-m seqpar\.cli) (.+)", command)
+    if "[" in command or not (script or ours):
         return None
-    if script:
+    if script or not ours:
         return COMMANDS["sample"], words(rest.rstrip("'"))
-    name, *given = words(re.split(r"^seqpar |-m seqpar\.cli ", command)[-1])
+    name, *given = words(ours[1])
     return {**COMMANDS, "serve": ServeArgs}[name], given
 
 

@@ -1,7 +1,7 @@
-"""Reads commands from the pages: README.md, CONTRIBUTING.md and docs/, without the dated pages of benchmarks.
+"""Reads commands from the pages: README.md, CONTRIBUTING.md, seqpar_demo/ and docs/, without the dated benchmarks.
 
-A comment before a block of commands says who runs it: `<!-- run by FILE -->`, `<!-- needs GPUs -->`,
-`<!-- needs a download -->`, or in README the name under which `.ci/run` finds it.
+A comment before a block of commands says who runs it, `<!-- run by FILE -->`, or what it needs (`needs GPUs`,
+`needs a download`, `needs Docker`, `needs a cluster`), or in README the name under which `.ci/run` finds it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(
-    r"seqpar (sample|plan|verify|convert|serve|replica) |python3? (-|\w+/)|pytest\b"
-    r"|(torchrun|pip|curl|bash|srun|hf|mkdocs) "
+    r"([A-Z]\w*=\S+ )*"
+    r"(seqpar (sample|plan|profile|verify|convert|serve|replica|doctor)\b|python3? (-|\w+/)|pytest\b"
+    r"|(torchrun|pip|curl|bash|srun|sbatch|ray|hf|mkdocs|docker|kubectl) )"
 )
 MARK = re.compile(r"<!-- (.+) -->\n*\Z")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -38,7 +39,8 @@ class Block:
 
 def pages() -> list[Path]:
     docs = sorted((ROOT / "docs").rglob("*.md"))
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for path in docs if path.parent.name != "benchmarks")]
+    others = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "seqpar_demo" / "README.md"]
+    return [*others, *(path for path in docs if path.parent.name != "benchmarks")]
 
 
 def blocks(text: str, page: str) -> Iterator[Block]:

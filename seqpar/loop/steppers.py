@@ -84,12 +84,12 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None) -> Decision
     if (reason := why_not_driven(scheduler)) is not None:
         raise ValueError(f"got scheduler {name!r}, which {reason}; use a scheduler such as DDIMScheduler")
     accepted = step_options(scheduler, **(options or {}))
-    if steps_locally(scheduler):
-        return Decision(options=accepted, one_step=ddim_steps(scheduler, accepted))
-    if learns_range(scheduler):
-        return Decision(options=accepted, one_step=ddpm_steps(scheduler))
     drawn = accepted | step_options(scheduler, generator=torch.Generator())
     try:
+        if steps_locally(scheduler):
+            return Decision(options=accepted, one_step=ddim_steps(scheduler, accepted))
+        if learns_range(scheduler):
+            return Decision(options=accepted, one_step=ddpm_steps(scheduler))
         try:
             return Decision(trace(scheduler, drawn), None, accepted)
         except NotLinearError as error:
@@ -97,7 +97,7 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None) -> Decision
             causes = [flag for flag in ("thresholding", "clip_sample", "clip_denoised") if scheduler.config.get(flag)]
             reason = f"because of its {' and '.join(causes)}" if causes else str(error)
             return Decision(None, f"{name} is not traced, {reason}", accepted)
-    except FAILURES as error:
+    except FAILURES as error:  # such as an index past the end of its tables
         reason = " ".join(str(error).split())
         raise ValueError(f"got scheduler {name!r}, which fails in its step: {reason}") from error
 

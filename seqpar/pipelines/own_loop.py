@@ -86,12 +86,7 @@ def timed(
             scheduler.set_timesteps(steps) if timing is None else set_timesteps(scheduler, steps, timing)
         except FAILURES as error:
             raise ValueError(f"got {steps} steps, which {name} cannot do: {error}; try more or fewer") from error
-    try:
-        return decide(scheduler, {"eta": eta})
-    except ValueError:
-        raise
-    except FAILURES as error:  # such as an index past the end of its tables
-        raise ValueError(f"got scheduler {name!r}, which fails in its step: {error}") from error
+    return decide(scheduler, {"eta": eta})
 
 
 # the scheduler of the original DiT and Large-DiT, for models without a pipeline folder

@@ -15,7 +15,7 @@ import pytest
 
 from docs.tools import benchmarks_page, speed_chart, speed_page, strategy_pictures
 from docs.tools.strategy_pictures import PICTURES, RANKS, TOKENS, Message, Moment, messages
-from seqpar.families._find import FUSED
+from seqpar.families._find import FILES, FUSED
 from seqpar.loop.models import large_dit
 from seqpar.planner.costs import layers
 from seqpar.types.facts import Layout
@@ -184,3 +184,14 @@ def test_the_readme_is_short_and_says_which_families_have_fused_kernels() -> Non
     fused = {Path(path).stem.replace("-", "_") for answer, path in rows if answer == "yes"}
     assert fused - {"unidiffuser", "README"} == FUSED - {"ltx2"}  # on the page of ltx
     assert {path for answer, path in rows if answer == "no"} == {"models/others.md"}
+
+
+def unlisted(table: str) -> set[str]:
+    """Return the families without fused kernels that a table does not name, by the first word of their files' names."""
+    return {name for name in FILES.keys() - FUSED if re.split(r"[_\d]", name)[0] not in table.lower()}
+
+
+def test_the_readme_lists_the_families_without_fused_kernels() -> None:
+    table = "".join(re.findall(r"^\| .+ \| no \| .+\n", README.read_text(encoding="utf-8"), re.MULTILINE))
+    assert unlisted(table) == set()
+    assert unlisted(table.replace("Mochi, ", "")) == {"mochi"}

@@ -53,6 +53,7 @@ ROOM = 1.25  # memory, files and threads of a process at the end, in times of th
 MORE = {"memory": 64, "files": 16, "threads": 16}  # which do not count as growth; memory in MiB
 POLL_S = 1.0  # between two questions about a video
 ADMIN = "/admin/models"
+GUEST = "guest"  # how the names of new keys begin
 UNCOUNTED = ("/ready", "/metrics")  # by the ledger
 KEYS = {"flood": "places=8", "ada": "weight=2 admin=true", "bob": "rate=100000 priority=normal"}
 
@@ -61,6 +62,7 @@ KEYS = {"flood": "places=8", "ada": "weight=2 admin=true", "bob": "rate=100000 p
 class Asked:
     """What a client asked and got. bits: of the pictures. code: the answer's error, or "left" for who hung up."""
 
+    key: str
     kind: int
     id: str | None
     status: int
@@ -73,17 +75,19 @@ class Asked:
 class Ledger:
     """What all clients asked. answers: id -> status of each HTTP answer.
 
-    used: numbers of the front's process, whose `ranks` are those of each rank by its process. left: requests whose
-    client hung up. guests: ids of the requests of new keys.
+    used: numbers of the front's process, whose `ranks` are those of each rank by its process.
     """
 
     asked: list[Asked] = field(default_factory=list)
     answers: dict[str, int] = field(default_factory=dict)
-    left: int = 0
-    guests: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     used: list[dict[str, Any]] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Requests whose client hung up."""
+        return sum(each.code == "left" for each in self.asked)
 
 
 def verdicts(
@@ -92,7 +96,8 @@ def verdicts(
     """Yield what was found, and whether it is right. jobs, metrics, log: the server's."""
     yield from _answers(ledger, jobs, log, args.requests + args.reloads)
     yield from _counted(ledger, jobs, metrics, log)
-    yield from _guests(ledger.guests, log, args.reloads)
+    guests = [each.id for each in ledger.asked if each.key.startswith(GUEST) and each.id is not None]
+    yield from _guests(guests, log, args.reloads)
     yield f"signals to ranks: {ledger.killed}", len(ledger.killed) == args.kills + args.stops
     swaps = [event for event in log if event["event"] == "models changed"]
     text = f"models unloaded {len(ledger.changes)} times, {len(swaps)} changes of models in all"
@@ -335,19 +340,16 @@ class Clients:
                 status, about, content = self.send("POST", sent.path, key, body, form, leaves_s)
             except (HTTPException, OSError) as error:
                 code = "left" if leaves_s is not None else f"no answer: {type(error).__name__}"
-                found = Asked(kind, None, 0, code, ())
+                found = Asked(key, kind, None, 0, code, ())
                 break
             if status != 429:
                 files, error = self._files(key, status, about, content)
                 bits = tuple(shown_bits(sent, file) for file in files)
-                found = Asked(kind, about["x-request-id"], status, error.get("code"), bits, error.get("param"))
+                found = Asked(key, kind, about["x-request-id"], status, error.get("code"), bits, error.get("param"))
                 break
             time.sleep(float(about["retry-after"]))
         with self.lock:
             self.ledger.asked.append(found)
-            self.ledger.left += found.code == "left"
-            if key.startswith("guest") and found.id is not None:
-                self.ledger.guests.append(found.id)
 
     def _files(
         self, key: str, status: int, about: Mapping[str, str], content: bytes
@@ -437,7 +439,7 @@ class Clients:
         self._in_thread(work)
 
     def _new_key(self, index: int) -> None:
-        name = f"guest{index}"
+        name = f"{GUEST}{index}"
         self.keys[name] = ""
         _write_keys(self.file, self.keys)
         if index % 2:

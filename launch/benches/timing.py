@@ -75,11 +75,6 @@ def over(size: int) -> int:
     return math.ceil(4 * torch.cuda.get_device_properties("cuda").L2_cache_size / size)
 
 
-def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> torch.Tensor:
-    """Random data, because GPUs run faster on zeros than on real data."""
-    return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
-
-
 def spread(times: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(times), "min": min(times), "max": max(times)}
 

@@ -421,21 +421,15 @@ class Loaded:
 
     def set_vae(self, mode: str) -> None:
         """Decode by "auto", "strips", "pictures" or "tiled" (diffusers', with seams) from now on. Collective."""
-        _check_mode(mode)
+        if mode not in MODES:
+            raise ValueError(f"got decoding mode {mode!r}, expected {', '.join(MODES)}")
         if self.vae is not None:
             self.on_mesh.mode = mode
 
-    def decode(
-        self, latents_NCHW: Tensor, on_image: Callable[[int], None] = no_event, mode: str | None = None
-    ) -> Tensor:
-        """Return images (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents.
-
-        on_image: see `MeshVAE.pictures`. mode: of this call, in place of that of `set_vae`.
-        """
+    def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = no_event) -> Tensor:
+        """Return images (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents; see `MeshVAE.pictures`."""
 
         def check() -> None:
-            if mode is not None:
-                _check_mode(mode)
             check_floats("latents", latents_NCHW)
             channels, shape = None if self.vae is None else self.vae.config.latent_channels, tuple(latents_NCHW.shape)
             if len(shape) != 4 or 0 in shape or channels not in (None, shape[1]):
@@ -444,17 +438,12 @@ class Loaded:
         self.dit.mesh.on_all_ranks(check)
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
-        return self.on_mesh.pictures(latents_NCHW, on_image, self.on_mesh.mode if mode is None else mode)
+        return self.on_mesh.pictures(latents_NCHW, on_image)
 
     def check_decodable(self, count: int, latent: tuple[int, int]) -> None:
         """Raise ValueError if `count` latents (height, width) cannot be decoded. Collective."""
         if self.vae is not None:
             self.on_mesh.check(count, (self.vae.config.latent_channels, *latent))
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"got decoding mode {mode!r}, expected {', '.join(MODES)}")
 
 
 def placed(

@@ -56,7 +56,7 @@ class MeshVAE:
     channels_last: compute in channels-last memory; the weights of convolutions have this format until `release`. left:
     returns the bytes that the loaded pipeline leaves on this rank (`bytes_left`); None does not check sizes.
     unknown: why this VAE is not cut into strips, or None; every call checks hooks and attention processors.
-    mode: how images of seqpar's own pipelines are spread where a call does not say it; see `seqpar.vae.strips`.
+    mode: how images of seqpar's own pipelines are spread; see `seqpar.vae.strips`.
     """
 
     def __init__(
@@ -179,18 +179,16 @@ class MeshVAE:
 
     # Images of seqpar's own pipelines ----------------------------------------------------------------------------
 
-    def pictures(
-        self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None, mode: str = "auto"
-    ) -> Tensor:
+    def pictures(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
         """Decode rank 0's latents (N, C, h, w) of a model into images (N, 3, H, W) in [0, 1], fp32, on every rank.
 
-        on_image(index): called when this rank has queued the decoding of one of its images, or its part of one. mode:
-        see `seqpar.vae.strips`. Raises FloatingPointError on every rank if an image is not finite.
+        on_image(index): called when this rank has queued the decoding of one of its images, or its part of one. Raises
+        FloatingPointError on every rank if an image is not finite.
         """
         with torch.inference_mode(False), torch.no_grad():
             latents_NCHW = self._from_rank_0({INPUT: latents_NCHW}).tensors[INPUT]
             count = len(latents_NCHW)
-            spread = self.spread(count, latents_NCHW.shape[1:], mode)
+            spread = self.spread(count, latents_NCHW.shape[1:], self.mode)
             self._say(spread.explained)
             shard = spread.shard(count)
             local_NCHW = latents_NCHW[shard.slice(spread.axis.rank)].to(self.vae.dtype)

@@ -181,10 +181,12 @@ def test_a_rank_alone_decodes_by_kernels_or_modules_and_in_the_tiles_of_its_user
     vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 8
     assert torch.equal(made.decode(latents(1)).sample, vae.decode(latents(1)).sample)
     assert (made.decode(latents(1)).sample - truth).abs().max() > VISIBLE
-    tiles, auto = (made.pictures(latents(2), mode=wish) for wish in ("tiled", "auto"))
+    auto, made.mode = made.pictures(latents(2)), "tiled"
+    tiles = made.pictures(latents(2))
     assert torch.equal(tiles, auto)
     vae.disable_tiling()
-    assert torch.equal(tiles, made.pictures(latents(2), mode="tiled"))
+    assert torch.equal(tiles, made.pictures(latents(2)))
+    made.mode = "auto"
     assert (tiles - made.pictures(latents(2))).abs().max() > VISIBLE
     assert not vae.use_tiling
 
@@ -365,8 +367,8 @@ def ours(rank: int, world: int, device: torch.device, axes: dict[str, int], tran
     vae, found = pipelines.decoder(1).to(device), []
     made = MeshVAE(vae, make_mesh(device, **axes), transport, Captures())
     for count, wish in ((1, "auto"), (3, "strips"), (3, "pictures"), (4, "auto")):
-        counted: list[int] = []
-        images = made.pictures(latents(count).to(device) + rank, counted.append, wish)
+        counted, made.mode = list[int](), wish
+        images = made.pictures(latents(count).to(device) + rank, counted.append)
         way = made.spread(count, SHAPE, wish)
         found.append((images, str(way), counted == list(range(way.shard(count).sizes[way.axis.rank]))))
     made.release()

@@ -68,6 +68,7 @@ ID = r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}"  # owner/name
 NETWORK = (OSError, errors.HfHubHTTPError, getattr(errors, "HTTPError", OSError))
 SHOWN = 200  # characters of a name in a message
 NEAR = 0.8  # how alike a name and a known one are (`difflib`) that is suggested in its place
+FIRST = 4  # known names in a message, at most
 ASK_S = 5.0  # seconds that the hub has to say whether it knows a name
 
 
@@ -86,10 +87,11 @@ def download(
     """
     names = {known.lower(): known for known in (*models, *random, *PUBLISHED)}
     names |= {short_name(known): known for known in PUBLISHED}
-    near = get_close_matches(name.lower()[:SHOWN], names, 1, NEAR)
-    known = f"; did you mean {names[near[0]]}?" if near else ""
+    known = _alike(name, names) if what == "model" else ""
     if not re.fullmatch(ID, name):
-        known = known or (f"; models with random weights: {', '.join(random)}" if random else "")
+        first = [short_name(known) for known in PUBLISHED][:FIRST]
+        listed = f"; known models: {', '.join(first)}, ... ({len(PUBLISHED)}); with random weights: {', '.join(random)}"
+        known = known or (listed if random else "")
         short = repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}...")
         raise ValueError(f"got {what} {short}: there is no such path{known}")
     reason = None
@@ -105,6 +107,22 @@ def download(
             nowhere = "no files of it were downloaded before, and there is no such path"
             raise ValueError(f"got {what} {name!r}: {reason}, {nowhere}{known}") from error
         raise ValueError(f"got {what} {name!r}, which cannot be downloaded from the hub: {_first(error)}") from error
+
+
+def _alike(name: str, names: Mapping[str, str]) -> str:
+    """Return a question for the known name that is most like this one, or for those that contain it, or nothing.
+
+    names: as they are compared -> as they are written.
+    """
+    near = [names[other] for other in get_close_matches(name.lower()[:SHOWN], names, 1, NEAR)]
+    part = _squeezed(name)
+    if not near and len(part) > 2 and "/" not in name:
+        near = [*dict.fromkeys(names[other] for other in names if part in _squeezed(other))][:FIRST]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _squeezed(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", re.sub(r"^sd(?=\d)", "stable-diffusion-", name.lower()))
 
 
 def _why_not(name: str) -> str | None:

@@ -220,7 +220,7 @@ def build(config: Mapping[str, Any], name: str | None = None, model: Any = None)
     check_scheduler(config)
     chosen = config.get("_class_name", "DDIMScheduler") if name is None else name
     if chosen not in known():
-        raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {near(chosen, known())}")
+        raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {near(chosen, known(), 'Scheduler')}")
     kind, settings = getattr(diffusers, chosen), dict[str, Any]()
     learned = model is not None and model.out_channels == 2 * model.in_channels
     if learned and chosen == "DDPMScheduler" and "variance_type" not in config:

@@ -11,11 +11,15 @@ from difflib import get_close_matches
 LONGEST = 20  # digits of a class
 
 
-def near(name: str, known: Sequence[str]) -> str:
-    """Return the known names that are most like this one, or the first ones, as text for a message."""
-    lower = {other.lower(): other for other in known}
-    alike = [lower[other] for other in lower if name and name.lower() in other][:5]
-    alike = alike or [lower[other] for other in get_close_matches(name.lower(), lower, n=5, cutoff=0.4)]
+def near(name: str, known: Sequence[str], ending: str = "") -> str:
+    """Return the known names that are most like this one, or the first ones, as text for a message.
+
+    ending: of all names, which makes none more alike.
+    """
+    lower = {other.removesuffix(ending).lower(): other for other in known}
+    wanted = name.removesuffix(ending).lower()
+    alike = [lower[other] for other in lower if wanted and wanted in other][:5]
+    alike = alike or [lower[other] for other in get_close_matches(wanted, lower, n=5, cutoff=0.4)]
     return ", ".join(alike or [*known[:8], f"... ({len(known)} in all)"])
 
 

@@ -78,6 +78,7 @@ FLAGS = [
     ({"eta": 0.5, "scheduler": "EulerDiscreteScheduler"}, "this scheduler has no eta"),
     ({"scheduler": "PNDMScheduler", "steps": 3}, "got 3 steps, which PNDMScheduler cannot do"),
     ({"scheduler": ""}, "got scheduler '', expected one of diffusers'"),
+    ({"scheduler": "Eulr"}, "expected one of diffusers': EDMEulerScheduler, EulerDiscreteScheduler"),
     ({"scheduler": "unipc"}, "got scheduler 'unipc', expected one of diffusers': UniPCMultistepScheduler"),
     ({"steps": 1001}, "got 1001 steps, expected 1 to 1000"),
     ({"steps": 10**9}, "got --steps=1000000000, expected a whole number from 1 to 100000"),
@@ -135,7 +136,7 @@ FLAGS = [
 ]
 # of a model of classes, on two ranks
 ON_RANKS = [
-    ({"model": "nothing-there"}, "got model 'nothing-there': there is no such path; models with"),
+    ({"model": "nothing-there"}, "got model 'nothing-there': there is no such path; known models: "),
     ({"strategy": "ulises"}, f"got strategy 'ulises', expected one of {', '.join(sorted(LAYOUTS))}"),
     ({"local": "flush"}, f"got local attention 'flush', expected one of {', '.join(plugins(seqpar.local))}"),
     ({"size": "100"}, "got size 100x100, expected multiples of 16"),

@@ -99,7 +99,9 @@ MEANT = {  # names that do not exist: what follows "did you mean"
 def test_names_that_cannot_be_hub_ids_are_not_asked_for_and_near_ones_are_suggested(asked: Asked) -> None:
     questions = asked(ConnectionError("no route"))
     for name in ("../x", "a/b/c", "nothing-there", ".hidden/x", "x" * 10**5):
-        with pytest.raises(ValueError, match=r"there is no such path; models with random weights: dit$") as error:
+        with pytest.raises(
+            ValueError, match=r"there is no such path; known models: .*; with random weights: dit$"
+        ) as error:
             hub.download(name, ["dit"])
         assert len(str(error.value)) < 500
     for name, meant in MEANT.items():  # no random model stands in for another name
@@ -111,6 +113,9 @@ def test_names_that_cannot_be_hub_ids_are_not_asked_for_and_near_ones_are_sugges
         ("Builtin_Text", "builtin-text"),
         ("dit-xl2", "dit-xl/2"),
         ("FLUX.1-dve", FLUX),
+        ("z-image", "Tongyi-MAI/Z-Image-Turbo"),
+        ("sd3.5-large", "stabilityai/stable-diffusion-3.5-large"),
+        ("sd3.5", "stabilityai/stable-diffusion-3.5-large or stabilityai/stable-diffusion-3.5-medium"),
     ):
         with pytest.raises(ValueError, match=rf"there is no such path; did you mean {near}\?$"):
             resolve(name)

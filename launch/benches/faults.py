@@ -25,6 +25,7 @@ import torch
 from launch.benches.fault_job import Job, Outcome, Signal, Started, by_command, by_torchrun, carried_out
 from launch.benches.planted import Plant
 from launch.benches.timing import environment, record
+from seqpar.cli.exits import GRACE_S
 from seqpar.transports import _contract
 
 MORE_S = 5.0  # every process is gone this long after its deadline
@@ -255,9 +256,9 @@ def job(
         plant = replace(case.plant, folder=folder)
         limit = ENOUGH_S + args.first_deadline_s + args.deadline_s
         done = carried_out(Job(words, Path(folder), plant, case.signals, limit, caches), STARTERS[starter])
-    message = done.message
-    if starter == "torchrun":
-        case = replace(case, code=1, message=UNDER_TORCHRUN[case.name])
+    message, bounds = done.message, args.deadlines
+    if starter == "torchrun":  # where a rank that fails waits for rank 0 to report first
+        case, bounds = replace(case, code=1, message=UNDER_TORCHRUN[case.name]), replace(bounds, more=MORE_S + GRACE_S)
         message = next((text for text in done.lines if re.search(case.message, text)), message)
     deadlines = {"first": args.first_deadline_s, "later": args.deadline_s}
     about = {"fault": case.name, "starter": starter, "transport": transport}
@@ -269,7 +270,7 @@ def job(
         "seconds": round(done.seconds, 2),
         "message": message,
         "left": done.left,
-        "wrong": wrong(case, done, args.deadlines, clean.get(transport), message),
+        "wrong": wrong(case, done, bounds, clean.get(transport), message),
         "latents": done.digest,
     }
 

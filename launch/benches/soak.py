@@ -176,7 +176,7 @@ def verdicts(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
 
 def _of_part(part: str, lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
     cut = len(lines) * 3 // 4
-    for name in MEMORY if len(lines) > 3 else ():
+    for name in (name for name in MEMORY if len(lines) > 3 and lines[-1][name]):
         before, after = (max(line[name] for line in some) for some in (lines[:cut], lines[cut:]))
         told = f"{part}: {name} memory at most {before / 2**20:.0f} MiB, in the last quarter {after / 2**20:.0f} MiB"
         yield told, after <= max(MOST_LARGER * before, before + ROOM)

@@ -154,7 +154,8 @@ class ProfileArgs(Args):
 
 @dataclass(frozen=True)
 class PlanArgs(Options):
-    """Predict time and memory per layout, best first; loads no weights and writes no file."""
+    """Predict time and memory per layout, best first; loads no weights. Takes the flags of `seqpar sample`, of which
+    --out has no effect."""
 
     gpus: tuple[int, ...] = ()
     """Numbers of GPUs to plan for, such as 1 2 4 8: GPUs like this machine's, or H200s [all GPUs of this machine]."""

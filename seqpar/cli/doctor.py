@@ -62,7 +62,7 @@ def main() -> int:
     missing = [*faults, *([_install(required, "required")] if required else [])]
     for extra, (purpose, hopper) in EXTRAS.items():
         if (needed := unmet(extra)) and (not hopper or _is_hopper(device)):
-            missing.append(_install(needed, purpose))
+            missing.append(_install(needed, purpose, extra))
     _say([("missing", text) for text in missing] or [("missing", "nothing")])
     return 1 if required or ended else 0
 
@@ -101,11 +101,12 @@ def _versions() -> list[Row]:
     ]
 
 
-def _install(needed: Sequence[str], why: str) -> str:
+def _install(needed: Sequence[str], why: str, extra: str = "") -> str:
+    """Return the names of what is needed, and the command that installs it or the extra that has it."""
+    names = ", ".join(re.split("[^A-Za-z0-9._-]", word)[0] for word in needed)
     words = (f"'{word}'" if re.search(r"[<>;!]", word) else word for word in needed)
-    return (
-        f"{', '.join(re.split('[^A-Za-z0-9._-]', word)[0] for word in needed)} ({why}): pip install {' '.join(words)}"
-    )
+    what = f"-e '.[{extra}]' in a clone" if extra else " ".join(words)
+    return f"{names} ({why}): pip install {what}"
 
 
 # Hardware --------------------------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ def dry_run(args: Args, job: Job, ranks: Mesh, hosts: int = 1, explained: bool =
     if hosts > 1 and not args.dry_run:
         raise ValueError(f"--hosts {hosts} needs the number of all their GPUs; add --gpus, such as --gpus {8 * hosts}")
     load = job.load
-    what = "video(s)" if job.video else "picture(s)"
+    what = ("video" if job.video else "image") + ("s" if load.images > 1 else "")
     head = f"{args.model}: {load.images} {what} of {load.tokens} tokens, {scales(job)}, {job.request.dtype}"
     head += "" if load.calls == 1 else f", {load.calls * (1 + load.guidance):g} calls per step"
     head += "" if args.precision is None else f", GEMMs in {args.precision} at {EIGHT_SPEED} times its rate on GPUs"

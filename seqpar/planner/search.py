@@ -66,7 +66,7 @@ class Ranking:
             name, reason = self._smallest
             return f"nothing fits: {name} {reason}; rates: {self.rates.source}"
         first, *others = self.ranked
-        aim = "the first image soonest" if self.preferences.aim == "latency" else "most images per second"
+        aim = "lowest latency" if self.preferences.aim == "latency" else "highest throughput"
         text = f"{name_of(first.layout)}, {_ms(first)} predicted"
         if others:
             text += f" ({aim}); next {name_of(others[0].layout)}, {_ms(others[0])}"
@@ -78,9 +78,9 @@ class Ranking:
         return f"{text}; rates: {self.rates.source}"
 
     def table(self) -> str:
-        """A table with a row for each layout: ms per step and its parts, images per second, memory of a rank."""
+        """A table with a row for each layout: ms per step and its parts, outputs per second, memory of a rank."""
         head = f"{'layout':<34} {'strategy':<10} {'ms per step':>11} {'gemm':>9} {'attention':>9} {'elementw.':>9}"
-        lines = [f"{head} {'exchange':>9} {'images/s':>10} {'GiB/rank':>10}"]
+        lines = [f"{head} {'exchange':>9} {'per second':>10} {'GiB/rank':>10}"]
         for row in self.ranked:
             parts = " ".join(f"{ms:9.2f}" for ms in (row.gemm, row.attention, row.elementwise, row.exchange))
             speed = f"{1e3 * self.load.images / (row.ms * self.load.steps):10.3f}"
@@ -91,9 +91,12 @@ class Ranking:
     def counts(self) -> str:
         layout, load = self.best, self.load
         cost = totals(self.work, load, layout)
-        text = f"a step: {cost.flops / 1e12:.3g} TFLOP, {cost.elements * load.itemsize / 1e9:.3g} GB read and written"
+        moved = digits(cost.elements * load.itemsize / 1e9)
+        text = f"a step: {digits(cost.flops / 1e12)} TFLOP, {moved} GB read and written"
         if layout.sequence > 1:
-            text += f"; the busiest rank sends {cost.sent / 1e6:.3g} MB in {cost.messages} messages ({name_of(layout)})"
+            text += (
+                f"; the busiest rank sends {digits(cost.sent / 1e6)} MB in {cost.messages} messages ({name_of(layout)})"
+            )
         return text
 
 
@@ -212,8 +215,8 @@ def _why_none(world: int, preferences: Preferences, load: Load, work: Work) -> s
         if reason is not None:
             return reason
     return (
-        f"got strategy {preferences.strategy} with {named} for {world} process(es), {load.images} picture(s) and "
-        f"{load.tokens} tokens, expected a mesh that has all ranks and that the strategy can use; name fewer axes"
+        f"got strategy {preferences.strategy} with {named} (ranks: {world}, images: {load.images}, "
+        f"tokens: {load.tokens}), expected a mesh that has all ranks and that the strategy can use; name fewer axes"
     )
 
 
@@ -223,7 +226,12 @@ def name_of(layout: Layout) -> str:
 
 
 def _ms(row: Prediction) -> str:
-    return f"{row.ms:.3g} ms per step"
+    return f"{digits(row.ms)} ms per step"
+
+
+def digits(value: float) -> str:
+    """Return a number with three digits, or all before the point: 5050, not 5.05e+03."""
+    return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _columns(row: Prediction) -> str:

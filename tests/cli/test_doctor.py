@@ -52,6 +52,7 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch:
         "gone==1.0b2; python_version > '3'",
         "never; python_version < '3'",
         "fast; extra == 'flash'",
+        "web>=3; extra == 'serve'",
     ]
     versions = {"seqpar": "1", "torch": "2.13.0+cpu", "old": "2.1"}
 
@@ -62,8 +63,14 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch:
 
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert (doctor.unmet(), doctor.unmet("flash"), doctor.unmet("serve")) == (["old<2", "gone==1.0b2"], ["fast"], [])
+    assert (doctor.unmet(), doctor.unmet("flash"), doctor.unmet("serve")) == (
+        ["old<2", "gone==1.0b2"],
+        ["fast"],
+        ["web>=3"],
+    )
     assert doctor._install(doctor.unmet(), "required") == "old, gone (required): pip install 'old<2' gone==1.0b2"
+    advice = doctor._install(doctor.unmet("serve"), "seqpar serve", "serve")
+    assert advice == "web (seqpar serve): pip install -e '.[serve]' in a clone"
     versions.clear()  # a clone on PYTHONPATH
     assert doctor.unmet() == []
 

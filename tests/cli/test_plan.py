@@ -128,7 +128,7 @@ def test_a_folder_is_planned_for_the_tokens_of_the_run(
     for size, tokens in (("24x32", 48), ("32x32", 64)):
         dry("2", "--model", str(folders(name)), "--prompt", "x", "--size", size, *guided)
         text = capsys.readouterr().out
-        assert f"1 picture(s) of {tokens} tokens" in text
+        assert f"1 image of {tokens} tokens" in text
         assert "2 x NVIDIA H200: cfg 2, " in text
 
 
@@ -272,10 +272,10 @@ def text_model(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) 
 @pytest.mark.parametrize(
     ("words", "head"),
     [
-        (["--prompt", "a red cat"], "builtin-text: 1 picture(s) of 16 tokens, guidance 3.5 as an input"),
-        (["--model", "builtin-text", "--prompt", "a", "b"], "builtin-text: 2 picture(s) of 16 tokens, guidance 3.5"),
-        (["--classes", "cat", "rocket"], "builtin: 2 picture(s) of "),
-        ([], "builtin: 12 picture(s) of "),
+        (["--prompt", "a red cat"], "builtin-text: 1 image of 16 tokens, guidance 3.5 as an input"),
+        (["--model", "builtin-text", "--prompt", "a", "b"], "builtin-text: 2 images of 16 tokens, guidance 3.5"),
+        (["--classes", "cat", "rocket"], "builtin: 2 images of "),
+        ([], "builtin: 12 images of "),
     ],
     ids=str,
 )

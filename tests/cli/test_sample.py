@@ -114,10 +114,7 @@ def test_a_named_strategy_exchanges_and_the_metadata_hold_what_was_chosen(ranks:
 
 @pytest.mark.parametrize(
     ("mesh", "classes", "axis", "aim"),
-    [
-        ("auto", "1", "cfg", "(the first image soonest); next "),
-        ("throughput", "12", "data", "(most images per second)"),
-    ],
+    [("auto", "1", "cfg", "(lowest latency); next "), ("throughput", "12", "data", "(highest throughput)")],
 )
 def test_a_plan_is_made_for_the_processes_there_are(
     ranks: Pool, folder: Path, tmp_path: Path, mesh: str, classes: str, axis: str, aim: str

@@ -166,7 +166,7 @@ def test_a_layout_that_does_not_fit_is_listed_with_the_reason() -> None:
             Preferences(axes={"ulysses": 2}, strategy="ring"),
             "got strategy ring with ulysses=2, expected ulysses=1",
         ),
-        (2, ONE, Preferences(axes={"data": 2}), "got strategy auto with data=2 for 2 process\\(es\\), 1 picture"),
+        (2, ONE, Preferences(axes={"data": 2}), "got strategy auto with data=2 \\(ranks: 2, images: 1,"),
     ],
     ids=str,
 )
@@ -253,7 +253,7 @@ def test_throughput_gives_pictures_to_ranks_where_there_are_enough() -> None:
 def test_the_line_says_what_is_next_and_on_what_grounds() -> None:
     text = str(planned(wish=Preferences(axes={"cfg": 2})))
     assert text == (
-        "cfg 2 x ulysses 2 by kv_first, 49.6 ms per step predicted (the first image soonest); next cfg 2 x ulysses 2 "
+        "cfg 2 x ulysses 2 by kv_first, 49.6 ms per step predicted (lowest latency); next cfg 2 x ulysses 2 "
         "by kv_gather, 52.7 ms per step; rates: defaults of an H200"
     )
     first = planned().ranked[0]
@@ -264,7 +264,11 @@ def test_the_line_says_what_is_next_and_on_what_grounds() -> None:
     assert tie.ranked[1].ms < tie.ranked[0].ms  # asked for, and not taken for another reason
     assert "unasked" not in str(tie)
     assert "nothing else to choose" in str(planned(world=1))
-    assert "most images per second" in str(planned(wish=Preferences("throughput")))
+    long = planned(replace(ONE, tokens=100_000), world=1)
+    assert f"one rank, {long.ranked[0].ms:.0f} ms per step" in str(long)
+    assert long.ranked[0].ms > 1e3
+    assert "e+" not in str(long) + long.counts()
+    assert "highest throughput" in str(planned(wish=Preferences("throughput")))
     with pytest.raises(ValueError, match=f"got strategy 'mine', expected one of {', '.join(sorted(strategies()))}"):
         planned(wish=Preferences(strategy="mine"))
 

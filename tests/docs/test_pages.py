@@ -19,7 +19,7 @@ from seqpar.families._find import FILES, FUSED
 from seqpar.loop.models import large_dit
 from seqpar.planner.costs import layers
 from seqpar.types.facts import Layout
-from tests.support.pages import COMMAND, ROOT
+from tests.support.pages import COMMAND, FENCE, ROOT, pages
 
 WORK = replace(large_dit.work(large_dit.SIZES["large-dit-7b"]), heads=4, kv_heads=4)
 SIZES = {"ulysses": (1, 4), "ring": (4, 1), "usp": (2, 2), "kv_gather": (1, 4), "kv_first": (1, 4)}
@@ -184,6 +184,14 @@ def test_the_readme_is_short_and_says_which_families_have_fused_kernels() -> Non
     fused = {Path(path).stem.replace("-", "_") for answer, path in rows if answer == "yes"}
     assert fused - {"unidiffuser", "README"} == FUSED - {"ltx2"}  # on the page of ltx
     assert {path for answer, path in rows if answer == "no"} == {"models/others.md"}
+
+
+def test_lines_of_python_on_pages_are_short() -> None:
+    """A comment behind code is not read past the edge of a screen."""
+    blocks = [(path.name, found[2]) for path in pages() for found in FENCE.finditer(path.read_text(encoding="utf-8"))]
+    python = [(name, line) for name, text in blocks if "import seqpar" in text for line in text.splitlines()]
+    assert len(python) > 50
+    assert [(name, line) for name, line in python if len(line) > 120] == []
 
 
 def unlisted(table: str) -> set[str]:

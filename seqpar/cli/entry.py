@@ -45,7 +45,12 @@ def main() -> None:
     """Run the command that the first word names, and exit with its code."""
     words = sys.argv[1:]
     if not words or words[0] not in (*COMMANDS, *args.COMMANDS):
-        raise SystemExit(_without_command(words))
+        try:
+            code = _without_command(words)
+            sys.stdout.flush()
+        except BrokenPipeError:  # of `seqpar --help | head`
+            os._exit(128 + signal.SIGPIPE)
+        raise SystemExit(code)
     take(Handler("leave", leaves()))  # imports take seconds
     if words[0] == SERVE:
         from seqpar.serve.api.command import main as serve
@@ -60,7 +65,7 @@ def main() -> None:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(MISTAKE) from None
-        except BrokenPipeError:  # of `seqpar sample --help | head`
+        except BrokenPipeError:
             os._exit(128 + signal.SIGPIPE)
     if words[0] == DOCTOR:
         from seqpar.cli.doctor import main as doctor

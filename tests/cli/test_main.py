@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +61,15 @@ def test_every_command_that_help_lists_exists(
 def test_the_package_is_the_command(module: str) -> None:
     words = [sys.executable, "-m", module, "--version"]
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == f"seqpar {__version__}\n"
+
+
+def test_help_whose_reader_has_left_ends_without_a_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        words = [sys.executable, "-m", "seqpar", "--help"]
+        done = subprocess.run(words, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_help_imports_nothing_that_takes_long() -> None:

@@ -165,6 +165,7 @@ class Totals:
 
 
 def totals(work: Work, load: Load, layout: Layout) -> Totals:
+    """Count a step of all ranks; guidance doubles the rows."""
     batch, rows = load.rows(layout), load.images * (2 if load.guidance else 1)
     every, cost = layers(work, layout, load.tokens, batch, load.others), work.step(rows, load.tokens, load.others)
     sent = work.layers * sum(busiest(every)) * batch * work.head_dim * load.itemsize

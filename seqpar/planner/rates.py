@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from itertools import groupby, pairwise
 from math import exp, log
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import msgspec
 import torch
@@ -315,9 +316,10 @@ def save(rates: Rates, count: int) -> Path:
 def keep(path: Path, content: bytes) -> None:
     """Write a file of the cache in one atomic step; OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(content)
-    os.replace(part, path)
+    # containers that share the folder may have equal process ids
+    with NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as part:
+        part.write(content)
+    os.replace(part.name, path)
 
 
 def cache_folder() -> Path:

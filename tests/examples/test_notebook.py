@@ -24,7 +24,7 @@ def test_the_cells_run_and_show_what_is_stored(monkeypatch: pytest.MonkeyPatch) 
     assert sum("why cfg 2 x ulysses 2" in text for text in printed) == 1
     assert sum("Ulysses has the bits of one rank: True" in text for text in printed) == 1
     pictures = [kind for cell in kinds(run["cells"]) for kind in cell if "image/png" in kind]
-    assert len(pictures) == 4
+    assert len(pictures) == 2
     assert notebook.NOTEBOOK.stat().st_size < 150_000
 
 

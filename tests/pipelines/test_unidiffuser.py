@@ -23,6 +23,7 @@ from torch import Tensor
 from seqpar import Guidance
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
+from seqpar.loading.reading import Reader
 from seqpar.loop import loop
 from seqpar.loop import request as checks
 from seqpar.loop.loop import draw_noise
@@ -313,6 +314,29 @@ def kept(rank: int, world: int, device: torch.device, folder: str) -> list[tuple
 
 def test_a_kept_run_serves_other_texts_seeds_and_scales(ranks: Pool, folders: Mapping[bool, Path]) -> None:
     assert ranks.run(2, kept, str(folders[True])) == [[(True, 1), (True, 1)]] * 2
+
+
+def parameters_read(rank: int, world: int, device: torch.device, folder: str) -> list[set[str]]:
+    begin, found = Reader.begin, list[set[str]]()
+
+    def seen(self: Reader, checkpoint: Any, keys: Any, names: Any, like: Any) -> Any:
+        if names:  # else there are no repeats to compare
+            found.append(set(names))
+        return begin(self, checkpoint, keys, names, like)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reader, "begin", seen)
+        Pipeline.load(Files.locate(folder), mesh_for("ulysses", world, device)).release()
+    return found
+
+
+def test_the_ranks_of_a_host_share_the_reading_of_the_model(ranks: Pool, folders: Mapping[bool, Path]) -> None:
+    (alone,) = ranks.run(1, parameters_read, str(folders[True]))
+    (first, mine), (second, other) = ranks.run(2, parameters_read, str(folders[True]))
+    assert first == second == alone[0]
+    assert mine
+    assert not mine & other
+    assert mine | other == alone[1]
 
 
 def on_rank(rank: int, world: int, device: torch.device, args: Args) -> None:

@@ -1,9 +1,9 @@
-"""What is done around a call of a pipeline of diffusers: its parts, estimates of clean latents, and finite results."""
+"""What is done around a call of a pipeline of diffusers: its parts and check, estimates, finite results."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -39,6 +39,21 @@ def with_parts_of(pipe: Any, kind: Any, **more: Any) -> Any:
     names = inspect.signature(kind.__init__).parameters
     parts = {name: part for name, part in (*pipe.config.items(), *pipe.components.items()) if name in names}
     return kind(**parts | more)
+
+
+def accepts(
+    pipe: Any, arguments: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], sides: Mapping[str, int]
+) -> bool:
+    """Return whether the check of a pipeline's inputs accepts a call. parameters: those of the call."""
+    check = getattr(pipe, "check_inputs", None)
+    names = {} if check is None else inspect.signature(check).parameters
+    defaults = {name: x.default for some in (names, parameters) for name, x in some.items() if x.default is not x.empty}
+    given = {name: arguments.get(name, defaults.get(name)) for name in names}
+    given |= sides if {*sides} <= {*given} else {}
+    try:
+        return check is None or check(**given) is None
+    except (ValueError, TypeError):
+        return False
 
 
 def sounds_of(pipe: Any, result: Any) -> list[Sound]:

@@ -60,8 +60,17 @@ from seqpar.pipelines.arguments import (
     taking_images,
     with_preset,
 )
-from seqpar.pipelines.calls import estimated, loaded_control, refuse_latents, sounds_of, watched_vae, with_parts_of
+from seqpar.pipelines.calls import (
+    accepts,
+    estimated,
+    loaded_control,
+    refuse_latents,
+    sounds_of,
+    watched_vae,
+    with_parts_of,
+)
 from seqpar.pipelines.load import keep_fp32
+from seqpar.pipelines.loss import check_searched, fixed_run_of, settled_loss
 from seqpar.pipelines.own_loop import timed
 from seqpar.pipelines.pictures import Sound, digest
 from seqpar.pipelines.planning import Planned, grid_of, planned
@@ -71,8 +80,7 @@ from seqpar.planner.predict import Load
 from seqpar.transformer import lora as lora_files
 from seqpar.transformer.attention8 import check_counts
 from seqpar.transformer.blocks import expected
-from seqpar.transformer.budget import Budget, budgeted
-from seqpar.transformer.calibration import PROMPTS, Calibration, FixedRun, calibrated, fixed_run, why_no_blocks, why_not
+from seqpar.transformer.calibration import Calibration, FixedRun, why_no_blocks, why_not
 from seqpar.transformer.lossy import computed_steps
 from seqpar.transformer.parallelize import call_of, calls_of, parallelize, passing
 from seqpar.transformer.step_cache import step_cache
@@ -366,9 +374,7 @@ class DiffusersJob:
         mesh.on_all_ranks(lambda: check_blocks(self.request, self.source.parts, why_not_on_mesh))
         precision, calibrations = self.request.precision, dict[str, Calibration]()
         attention, cache = is_lossy(plan.local.name), step_cache(self.request.cache)
-        least, steps, name = self.request.min_psnr, self.request.steps, self.request.model
-        if least is not None:
-            Budget(least, steps, "", name, precision, cache).check_searched(mesh)
+        check_searched(mesh, self.request)
 
         def encode(pipe: Any) -> None:
             report = on_encode or no_event
@@ -378,26 +384,22 @@ class DiffusersJob:
             hide_bars(pipe)
             self.call(pipe, self.call_arguments(mesh.device), mesh)
 
+        def run_of(pipe: Any) -> FixedRun | None:
+            return fixed_run_of(pipe, self.folder_kind, self.source.parts, self.request.dtype, mesh.device)
+
         def encode_fixed(pipe: Any) -> None:
-            if (run := self.fixed_run(pipe, mesh.device)) is not None:
+            if (run := run_of(pipe)) is not None:
                 run()
 
         def look(pipe: Any) -> None:  # nothing of the request takes part, also no LoRA
             nonlocal cache
-            modules = transformers_of(pipe)
-            if precision is not None or attention:
-                run = self.fixed_run(pipe, mesh.device)
-                calibrations.update(calibrated(mesh, pipe, modules, run, precision is not None, attention))
-            if least is not None:
-                whose: Any = {"precision": precision, "cache": cache, "attention": attention}
-                scheduler = self.scheduler_of(pipe.scheduler)
-                budget = Budget.of(pipe, least, steps, model=name, scheduler=scheduler, **whose)
-                kept, cache = budgeted(mesh, modules, calibrations, budget)
-                calibrations.update(kept)
+            run = run_of(pipe) if precision is not None or attention else None
+            made, cache = settled_loss(mesh, pipe, self.request, attention, run, self.scheduler_of(pipe.scheduler))
+            calibrations.update(made)
 
         controls = dict[str, Any]()
-        for name, fitted in self.source.controls.items():
-            controls[name] = mesh.on_all_ranks(partial(loaded_control, fitted, self.request.dtype, mesh.device))
+        for control, fitted in self.source.controls.items():
+            controls[control] = mesh.on_all_ranks(partial(loaded_control, fitted, self.request.dtype, mesh.device))
         runs = () if on_encode is None else (encode, *((encode_fixed,) if precision is not None or attention else ()))
         pipe = self.load_pipeline(mesh, runs, look)
         merging = lora_files.switched(pipe, loras, mesh) if loras else None
@@ -408,25 +410,11 @@ class DiffusersJob:
         names: Any = {"strategy": strategy, "transport": transport, "local": plan.local.name, "vae": VAE[vae]}
         how: Any = {"attention_steps": self.request.attention_steps, "cache": cache}
         parallelize(pipe, mesh, **names, precision=precision, calibrate=calibrations or None, **how)
-        reason = keep_fp32(pipe)
-        hidden = on_encode is None or self.why_no_steps is None or not mesh.is_main
-        hide_bars(pipe, hidden)
+        reason, own = keep_fp32(pipe), pipe.scheduler
         once = on_encode is not None
-        pipes = {self.folder_kind: pipe}
-        model = DiffusersModel(mesh, plan, pipes, pipe.scheduler, vae, merging, reason, once, controls)
-        pipe.scheduler = self.scheduler_of(pipe.scheduler)
-        return model
-
-    def fixed_run(self, pipe: Any, device: torch.device) -> FixedRun | None:
-        """Return the run of the calibration, None if there is none; of random weights with random numbers as texts.
-
-        It is that of the folder's class, whatever class the images of the request need.
-        """
-        pipe = pipe if self.folder_kind is self.source.parts.kind else with_parts_of(pipe, self.source.parts.kind)
-        if self.random is None:
-            return fixed_run(pipe)[0]
-        texts = self.random.encoded(len(PROMPTS), 0)
-        return fixed_run(pipe, {name: x.to(device, self.request.dtype) for name, x in texts.items()})[0]
+        hide_bars(pipe, not once or self.why_no_steps is None or not mesh.is_main)
+        pipe.scheduler = self.scheduler_of(own)
+        return DiffusersModel(mesh, plan, {self.folder_kind: pipe}, own, vae, merging, reason, once, controls)
 
     def call_arguments(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the call; of random weights, random numbers in place of the texts."""
@@ -573,17 +561,8 @@ class DiffusersModel:
         return pipe, set_scale(pipe, arguments) if is_modular(pipe) else arguments
 
     def takes(self, job: DiffusersJob) -> bool:
-        check = getattr(self._pipe(job), "check_inputs", None)
-        names = {} if check is None else inspect.signature(check).parameters
-        defaults = {
-            name: x.default for some in (names, job.parameters) for name, x in some.items() if x.default is not x.empty
-        }
-        given = {name: job.arguments.get(name, defaults.get(name)) for name in names}
-        given |= dict(zip(SIDES, job.request.size or job.default_pixels, strict=True)) if {*SIDES} <= {*given} else {}
-        try:
-            return check is None or check(**given) is None
-        except (ValueError, TypeError):
-            return False
+        size = job.request.size or job.default_pixels
+        return accepts(self._pipe(job), job.arguments, job.parameters, dict(zip(SIDES, size, strict=True)))
 
     def switch_loras(self, loras: Sequence[tuple[str, float]]) -> bool:
         return self.merging is not None and self.merging.switch(tuple(loras))

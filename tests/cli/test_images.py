@@ -132,6 +132,20 @@ def test_masks_and_controlnets_draw_as_in_diffusers_alone(
         assert told["chosen"]["control"] == facts
 
 
+def test_advice_about_a_budget_names_the_model_and_not_its_controlnet(
+    folders: Callable[[str], Path], pose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache := tmp_path / "cache").mkdir()
+    monkeypatch.setenv("SEQPAR_CACHE", str(cache))
+    (cache / "budget-cache-9-4-of-another-model.json").touch()  # what a look before weights load finds
+    picture().save(file := tmp_path / "in.png")
+    flags: dict[str, Any] = {"image": (), "controlnet": str(pose), "control_image": str(file), "size": "24x32"}
+    flags |= {"steps": 4, "cache": "dbcache:warmup=1", "min_psnr": 9.0, "out": tmp_path / "x.png"}
+    args = ordered(folders("flux"), tmp_path, 0, **flags)
+    with pytest.raises(ValueError, match=re.escape(f"--steps 4 --model {args.model}, with")):
+        shown(0, 1, torch.device("cpu"), args)
+
+
 def test_an_image_that_diffusers_encodes_without_a_generator_follows_the_seed(
     ranks: Pool, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:

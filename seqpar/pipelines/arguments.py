@@ -25,9 +25,11 @@ SIDES = ("height", "width")  # arguments of a pipeline's call
 SLIGHT = 0.02  # a change of the ratio of a picture's sides that cannot be seen
 AREA = "max_area"  # the argument of pipelines that keep the shape of a size, but not its pixels
 MASK, CONTROL = "mask_image", "control_image"  # arguments of a pipeline's call
-OTHERS = {
-    CONTROL: "an image that controls another without a ControlNet of its own",
-    "layers": "a number of layers, which no file here holds",
+BY_HAND = "load it by seqpar.load, and call it yourself"
+OTHERS = {  # arguments that no flag gives, and what to do
+    CONTROL: f"a control image, which no flag gives to this class; {BY_HAND}, or use the folder of a pipeline without "
+    "one, and --controlnet",
+    "layers": f"a number of layers, which no file here holds; {BY_HAND}",
 }
 
 
@@ -41,13 +43,13 @@ def taking_images(request: GenerationRequest, caller: Any, index: Mapping[str, A
     parameters = parameters_of(caller, bool(request.images))
     if _find.takes_one_prompt(kind.__name__) and len(request.pictures) > 1:
         raise ValueError(f"{len(request.pictures)} results, but {kind.__name__} takes one prompt; run it once for each")
+    for name, what in OTHERS.items():
+        if name in parameters and not request.planned:
+            raise ValueError(f"got a {kind.__name__}, which takes {what}")
     if request.mask is not None or request.control is not None:
         return _with_inputs(request, kind)
     if MASK in parameters and not request.planned:
         raise ValueError(f"--model {request.model} needs --image and --mask: {kind.__name__} repaints part of an image")
-    for name, what in OTHERS.items():
-        if name in parameters and not request.planned:
-            raise ValueError(f"got a {kind.__name__}, which takes {what}; load it by seqpar.load, and call it yourself")
     if not request.images:
         request.refuse("it changes an input image; add --image", strength=request.strength)
         if _find.needs_picture(caller):
@@ -78,7 +80,8 @@ def _with_inputs(request: GenerationRequest, kind: Any) -> Any:
     with importing_pipelines():
         other = getattr(diffusers, f"{kind.__name__.removesuffix('Pipeline')}{middle}Pipeline", None)
     for found in () if is_modular(kind) else (kind, other):
-        if found is not None and {name for name, wanted in needed.items() if wanted} <= parameters_of(found).keys():
+        taken = set[str]() if found is None else parameters_of(found).keys()
+        if {name for name, wanted in needed.items() if wanted} <= taken and (CONTROL in taken) == controlled:
             return found
     what = " and ".join(name for name, wanted in needed.items() if wanted)
     raise ValueError(f"no pipeline like {kind.__name__} takes {what}")

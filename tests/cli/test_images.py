@@ -205,6 +205,9 @@ def asked(**changes: Any) -> GenerationRequest:
     return GenerationRequest("x", torch.float32, prompts=("a",), images=images, **changes)
 
 
+MASKED: dict[str, Any] = {"images": 1, "mask": Picture("m", UPPER)}
+
+
 def call_of(name: str) -> Any:
     return inspect.signature(getattr(THEIRS, name).__call__).parameters
 
@@ -236,6 +239,11 @@ def test_the_class_that_takes_a_picture(name: str, index: dict[str, Any], sister
         ("QwenImageEditPipeline", {"images": 2}, "--image p p with --model x: QwenImageEditPipeline takes one input"),
         ("FluxPipeline", {"strength": 0.5}, "--strength 0.5 with --model x: it changes an input image; add --image"),
         ("FluxFillPipeline", {"images": 1}, "--model x needs --image and --mask: FluxFillPipeline"),
+        ("FluxControlNetInpaintPipeline", {}, "FluxControlNetInpaintPipeline, which takes a control image"),
+        ("FluxControlInpaintPipeline", {}, "FluxControlInpaintPipeline, which takes a control image"),
+        ("FluxControlNetInpaintPipeline", MASKED, "FluxControlNetInpaintPipeline, which takes a control image"),
+        ("FluxControlNetPipeline", MASKED, "or use the folder of a pipeline without one, and --controlnet"),
+        ("FluxControlPipeline", {**MASKED, "planned": True}, "no pipeline like FluxControlPipeline takes image and"),
         ("QwenImageEditPlusPipeline", {"images": 2, "repeat": 2}, "2 results with --image, but QwenImageEdit"),
         # flags that mean another thing to a pipeline
         ("LTXConditionPipeline", {"images": 1, "strength": 0.5}, "--strength 0.5 with --model x: for LTXCond"),

@@ -17,7 +17,7 @@ from PIL import Image
 from seqpar.cli.args import Args, DryRun, Options, PlanArgs
 from seqpar.loading.folder import open_controlnet
 from seqpar.loading.lora import parse as parse_lora
-from seqpar.loading.names import controlnet_of, published_of, resolve
+from seqpar.loading.names import controlnet_of, is_path, published_of, resolve
 from seqpar.mesh.mesh import Axis, Mesh, default_dtype
 from seqpar.pipelines.find import find, published
 from seqpar.pipelines.image_files import Picture, decoded_mask, read
@@ -74,14 +74,15 @@ def checked(args: Args, mesh: Mesh) -> Job:
     """
     mesh.on_all_ranks(lambda: check_flags(args))
     pictures = shared(lambda: pictures_of(args), mesh)
-    if (net := args.controlnet) is not None:  # other ranks then find what rank 0 has downloaded
-        mesh.on_rank_0(lambda: str(controlnet_of(net)), str)
     path = None
     if mesh.world.size > 1 and (args.dry_run is None or published_of(args.model) is None):
         path, why = _resolved(args.model) if mesh.is_main else (None, None)
         why = mesh.share(why, str | None)
         if why is not None:
             raise ValueError(why)
+    if mesh.world.size > 1 and args.controlnet is not None and not is_path(args.controlnet):
+        # other ranks then find what rank 0 has downloaded
+        mesh.on_rank_0(lambda: _with_controlnet(_source(args, path), args).takes, str)
     return mesh.on_all_ranks(lambda: check(args, mesh, path, pictures))
 
 
@@ -137,10 +138,7 @@ def check(args: Args, mesh: Mesh, path: Path | None = None, pictures: Sequence[P
     path: what the model's name stands for, if that is known. pictures: those of `pictures_of`; None reads them here.
     """
     check_flags(args)
-    source = _source(args, path)
-    if args.controlnet is not None:
-        net = open_controlnet(controlnet_of(args.controlnet))
-        source = source.having({args.controlnet: net}, all_fit=True)
+    source = _with_controlnet(_source(args, path), args)
     request = request_of(args, mesh, pictures_of(args) if pictures is None else pictures)
     job = source.check(request if args.dry_run is None else _completed(request, source))
     if args.dry_run is None:
@@ -267,6 +265,17 @@ def _source(args: Args, path: Path | None) -> Source:
     """The source of the model: of a plan also what its family's file says of a published one."""
     known = published_of(args.model) if args.dry_run is not None and path is None else None
     return find(args.model if path is None else str(path)) if known is None else published(*known)
+
+
+def _with_controlnet(source: Source, args: Args) -> Source:
+    """The source with the flags' ControlNet. Its weights are downloaded after it is known to fit, and for no plan."""
+    if (name := args.controlnet) is None:
+        return source
+    described = open_controlnet(controlnet_of(name, weights=False), weights=False)
+    planned = source.having({name: described}, all_fit=True)
+    if args.dry_run is not None:
+        return planned
+    return source.having({name: open_controlnet(controlnet_of(name))}, all_fit=True)
 
 
 def _completed(request: GenerationRequest, source: Source) -> GenerationRequest:

@@ -209,19 +209,31 @@ def parts_of_folder(path: Path, workflow: str | None = None) -> PipelineParts:
     return PipelineParts(folder, index, config, vae, scheduling, fitted, places, workflow)
 
 
-def open_controlnet(folder: Path) -> Fitted:
-    """Return a ControlNet of diffusers without its weights, whose headers are read; ValueError for another folder."""
+def open_controlnet(folder: Path, weights: bool = True) -> Fitted:
+    """Return a ControlNet of diffusers without its weights, whose headers are read; ValueError for another folder.
+
+    weights: False reads config.json alone, as for a folder whose weights are not downloaded yet.
+    """
     if not (folder / CONFIG).is_file():
         raise ValueError(f"got ControlNet {folder}, which has no {CONFIG}; name the folder of one model")
     check_files(folder)
-    name = str(read_json(folder / CONFIG).get("_class_name"))
+    config = read_json(folder / CONFIG)
+    name = str(config.get("_class_name"))
     kind = class_of("diffusers", name) if "ControlNet" in name else None
-    fitted = None if kind is None else check_class(folder, kind)
+    fitted = None
+    if isinstance(kind, type) and issubclass(kind, ModelMixin):
+        fitted = check_class(folder, kind) if weights else _described(folder, kind, config)
     if fitted is None:
         raise ValueError(f"got ControlNet {folder} of the class {name}, expected a ControlNet of diffusers")
-    if fitted.config.get("num_mode"):
+    if config.get("num_mode"):
         raise ValueError(f"got ControlNet {folder} of several modes (union), which is not supported; name another")
     return fitted
+
+
+def _described(folder: Path, kind: Any, config: Mapping[str, Any]) -> Fitted:
+    """Return a model of which config.json alone is known."""
+    empty = from_state_dict(str(folder), {})
+    return Fitted(folder, kind, config, empty, _built(kind, config, str(folder / CONFIG)))
 
 
 def check_named(folder: Path, index: Mapping[str, Any], names: Sequence[str]) -> None:

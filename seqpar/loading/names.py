@@ -266,9 +266,22 @@ def resolve(name: str | Path) -> Path | None:
     return path
 
 
-def controlnet_of(name: str) -> Path:
-    """Return the path of a ControlNet. A hub id is downloaded; ValueError if nothing has this name."""
-    return Path(name) if Path(name).exists() else download(name, (), files=ONE_MODEL, what="ControlNet")
+def controlnet_of(name: str, weights: bool = True) -> Path:
+    """Return the path of a ControlNet. A hub id is downloaded; ValueError if nothing has this name.
+
+    weights: whether they are downloaded, too, or config.json alone.
+    """
+    if name and is_path(name):
+        return Path(name)
+    return download(name, (), files=ONE_MODEL if weights else ONE_MODEL[:1], what="ControlNet")
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name is that of a file or folder: one that is too long is not."""
+    try:
+        return Path(name).exists()
+    except OSError:
+        return False
 
 
 def _random_models() -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import pytest
 import torch
 from PIL import Image
 
-from seqpar.cli.args import Args
+from seqpar.cli.args import Args, DryRun, Options
+from seqpar.cli.job import checked
 from seqpar.families._find import gives_sigmas
+from seqpar.loading import names
+from seqpar.mesh.mesh import Mesh
 from seqpar.pipelines.arguments import FPS, arguments_of, check_flags, frame_rate, shown_image, sides, taking_images
 from seqpar.pipelines.image_files import Picture
 from seqpar.pipelines.protocol import GenerationRequest
@@ -144,6 +148,52 @@ def test_advice_about_a_budget_names_the_model_and_not_its_controlnet(
     args = ordered(folders("flux"), tmp_path, 0, **flags)
     with pytest.raises(ValueError, match=re.escape(f"--steps 4 --model {args.model}, with")):
         shown(0, 1, torch.device("cpu"), args)
+
+
+def asked_for(rank: int, world: int, device: torch.device, args: Args, net: Path) -> tuple[str, list[list[str]]]:
+    """What is wrong with flags, and the patterns of files that are downloaded. net: where they are then."""
+    patterns = list[list[str]]()
+
+    def snapshot(name: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        patterns.append(allow_patterns)
+        return str(net)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(names.HfApi, "model_info", lambda *_, **__: None)
+        patch.setattr(names, "snapshot_download", snapshot)
+        try:
+            checked(args, Mesh.joined(device) if world > 1 else Mesh.single())
+        except ValueError as error:
+            return str(error), patterns
+    return "", patterns
+
+
+def test_a_controlnet_is_downloaded_once_the_model_is_found_and_known_to_fit(
+    ranks: Pool, folders: Callable[[str], Path], pose: Path, tmp_path: Path
+) -> None:
+    (net := tmp_path / "net").mkdir()
+    shutil.copy(pose / "config.json", net)
+    picture().save(file := tmp_path / "in.png")
+    same: Any = {"image": (), "controlnet": "owner/net", "control_image": str(file), "size": "24x32", "steps": 2}
+    config, whole = ["config.json"], ["config.json", "diffusion_pytorch_model*"]
+    typo = ordered(Path("no-such-model"), tmp_path, 0, **same)
+    other, right = (ordered(folders(name), tmp_path, 0, **same) for name in ("sd3", "flux"))
+    plan = DryRun(**{field.name: getattr(right, field.name) for field in fields(Options)}, dry_run=(2,))
+    for args, message, patterns in (
+        (typo, "no-such-model", []),
+        (other, "ControlNet owner/net does not fit", [config]),
+        (right, "diffusion_pytorch_model", [config, whole]),  # which this folder lacks
+        (plan, "", [config]),
+    ):
+        error, asked = asked_for(0, 1, torch.device("cpu"), args, net)
+        assert message in error
+        assert asked == patterns
+        assert bool(error) == bool(message)
+    for args, message in ((typo, "no-such-model"), (other, "ControlNet owner/net does not fit")):
+        (one, first), (two, second) = ranks.run(2, asked_for, args, net)
+        assert one == two
+        assert message in one
+        assert (first, second) == ([config] if args is other else [], [])
 
 
 def test_an_image_that_diffusers_encodes_without_a_generator_follows_the_seed(

@@ -173,6 +173,8 @@ OF_PROMPTS = [
     ("flux", {**A, "image": (PICTURE,), "mask": "no.png"}, "got --mask no.png, which cannot be read: No such file"),
     ("wan", {**A, "image": (PICTURE,), "mask": PICTURE}, "no pipeline like WanPipeline takes image and mask_image"),
     ("flux", {**A, **FOLLOWS}, "got ControlNet 'no-such-net': there is no such path"),
+    ("flux", {**A, **FOLLOWS, "controlnet": ""}, "got ControlNet '': there is no such path"),
+    ("flux", {**A, **FOLLOWS, "controlnet": "x" * 300}, "xxx...': there is no such path"),
     ("flux", {**A, **FOLLOWS, "control_image": "no.png"}, "got --control-image no.png, which cannot be read"),
     (
         "flux",

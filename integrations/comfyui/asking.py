@@ -137,6 +137,15 @@ def mask_file(mask_HW: torch.Tensor) -> bytes:
     return file.getvalue()
 
 
+def negative_of(text: Text | None) -> str | None:
+    """The negative prompt; ValueError if its text has more than a prompt."""
+    if text is None:
+        return None
+    if text.images_BHW3 is not None or text.control is not None:
+        raise ValueError("the negative text has images or a ControlNet, which have no effect there; disconnect them")
+    return text.text
+
+
 def generated(
     model: Model, text: Text, fields: Mapping[str, Any], files: Sequence[tuple[str, bytes]] = (), count: int = 1
 ) -> list[dict[str, torch.Tensor]]:

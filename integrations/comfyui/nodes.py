@@ -34,6 +34,7 @@ from .asking import (
     generated,
     given,
     listed,
+    negative_of,
     scheduler_of,
     size_of,
 )
@@ -295,7 +296,7 @@ class Generate(io.ComfyNode):
             seed=seed,
             steps=steps,
             guidance=guidance,
-            negative_prompt=None if negative is None else negative.text,
+            negative_prompt=negative_of(negative),
             size=size_of(width, height),
             strength=strength,
             partial_images=previews or None,
@@ -345,7 +346,7 @@ class Sample(io.ComfyNode):
     ) -> io.NodeOutput:
         fields = given(
             guidance=guidance,
-            negative_prompt=None if negative is None else negative.text,
+            negative_prompt=negative_of(negative),
             partial_images=previews or None,
             output_format="latents",
         )
@@ -455,7 +456,7 @@ class Video(io.ComfyNode):
             seed=seed,
             steps=steps,
             guidance=guidance,
-            negative_prompt=None if negative is None else negative.text,
+            negative_prompt=negative_of(negative),
             size=size_of(width, height),
             frames=frames,
             fps=fps,

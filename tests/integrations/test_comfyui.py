@@ -133,6 +133,12 @@ def test_a_controlnet_follows_an_image(nodes: Any, server: Running) -> None:
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):
             run(node, model=model, positive=text, **more)
+    made = len(server.orders)
+    for node in (nodes.Generate, nodes.Sample, nodes.Video):
+        for negative in (controlled, both, run(nodes.TextNode, text="drawn", images=image)):
+            with pytest.raises(ValueError, match="the negative text has images or a ControlNet, which have no effect"):
+                run(node, model=model, positive=plain, negative=negative)
+    assert len(server.orders) == made
     for text, inputs in ((controlled, {}), (plain, {"image": image.repeat(2, 1, 1, 1)})):
         with pytest.raises(ValueError, match="a text takes one ControlNet, which follows one image"):
             with_net(text, **inputs)

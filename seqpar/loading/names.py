@@ -258,7 +258,7 @@ def resolve(name: str | Path) -> Path | None:
         if path.exists():
             raise ValueError(f"{name} is a model with random weights and a path; write {RANDOM}{random} or ./{name}")
         return None
-    if not path.exists():
+    if not is_path(str(name)):
         if meant := _meant(str(name)):
             raise ValueError(f"got model {str(name)!r}, which does not exist: did you mean {' or '.join(meant)}?")
         path = download(str(name), _random_models(), list(NAMES))

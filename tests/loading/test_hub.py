@@ -104,6 +104,8 @@ def test_names_that_cannot_be_hub_ids_are_not_asked_for_and_near_ones_are_sugges
         ) as error:
             hub.download(name, ["dit"])
         assert len(str(error.value)) < 500
+    with pytest.raises(ValueError, match=r"^got model 'x+\.\.\.': there is no such path"):
+        resolve("x" * 300)  # longer than a name of a file may be
     for name, meant in MEANT.items():  # no random model stands in for another name
         with pytest.raises(ValueError, match="did you mean") as error:
             find(name)

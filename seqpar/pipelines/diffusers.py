@@ -429,7 +429,8 @@ class DiffusersJob:
     def call(self, pipe: Any, arguments: Mapping[str, Any], mesh: Mesh) -> Any:
         """Call the pipeline; ValueError where diffusers fails in its loop, as values in files can make it."""
         name = self.source.parts.source if self.random is None else self.random.name
-        fails, devices = f"got pipeline {name}, which fails in its loop", [mesh.device] * (mesh.device.type == "cuda")
+        fails = f"got pipeline {name}, which fails in its loop"
+        devices = [mesh.device] if mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), loop_context(fails, mesh.world.size > 1):
             torch.manual_seed(self.request.seed)  # some pipelines encode images by numbers of no generator
             arguments = {**arguments, "generator": torch.Generator().manual_seed(self.request.seed)}
@@ -569,8 +570,9 @@ class DiffusersModel:
 
     def generate(self, job: DiffusersJob, events: Events) -> Result:
         pipe = self._pipe(job)
-        for one in self.pipes.values() if self.once else ():
-            forget_encoders(one)
+        if self.once:
+            for one in self.pipes.values():
+                forget_encoders(one)
         before, pipe.scheduler = pipe.scheduler, job.scheduler_of(self.scheduler)
         started = computed_steps(pipe)
         try:

@@ -195,7 +195,8 @@ CHANGING = (
 )
 # attributes of a parallelized transformer
 RESETS = "_reset_stateful_cache"  # the method by which diffusers' pipelines end a run of their transformers' caches
-FIRST_BLOCK, UNBOUNDED = ("FBCHeadBlockHook", "FBCBlockHook"), 1_000_000  # hooks of FirstBlockCache; its steps in a row
+FIRST_BLOCK = ("FBCHeadBlockHook", "FBCBlockHook")  # diffusers' hooks of FirstBlockCache
+UNBOUNDED = 1_000_000  # steps that it leaves out in a row: it has no bound
 INSTALLED = ("forward", "__reduce_ex__", "cache_context", RESETS, REFRESHES, *CHANGING)
 
 

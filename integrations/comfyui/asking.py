@@ -188,7 +188,7 @@ def scheduler_of(sampler: str, spacing: str = OWN) -> str | None:
 
 
 def listed(sigmas: torch.Tensor, sampler: str) -> list[float]:
-    """SIGMAS as the server takes them; ValueError for those that leave noise, or are not of flow matching."""
+    """Return SIGMAS as the server expects them; ValueError for a schedule that leaves noise or is not flow matching."""
     values = [float(x) for x in sigmas]
     if len(values) < 2 or values[-1] != 0:
         raise ValueError("SIGMAS must end at 0: a server leaves no noise in latents")

@@ -110,7 +110,7 @@ def download(
 
 
 def _alike(name: str, names: Mapping[str, str]) -> str:
-    """Return a question for the known name that is most like this one, or for those that contain it, or nothing.
+    """Return "; did you mean NAME?" for the most similar name, or for names that contain this one; otherwise nothing.
 
     names: as they are compared -> as they are written.
     """
@@ -277,7 +277,7 @@ def controlnet_of(name: str, weights: bool = True) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name is that of a file or folder: one that is too long is not."""
+    """Return whether a file or folder of this name exists; no name beyond the file system's limit does."""
     try:
         return Path(name).exists()
     except OSError:

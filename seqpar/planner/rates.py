@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from itertools import groupby, pairwise
 from math import exp, log
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from uuid import uuid4
 
 import msgspec
 import torch
@@ -316,10 +316,10 @@ def save(rates: Rates, count: int) -> Path:
 def keep(path: Path, content: bytes) -> None:
     """Write a file of the cache in one atomic step; OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # containers that share the folder may have equal process ids
-    with NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as part:
-        part.write(content)
-    os.replace(part.name, path)
+    # containers that share the folder may have equal process ids; a temporary file of Python is its user's alone
+    part = path.with_suffix(f".{uuid4().hex}.part")
+    part.write_bytes(content)
+    os.replace(part, path)
 
 
 def cache_folder() -> Path:

@@ -142,3 +142,11 @@ def test_two_ranks_measure_once_and_the_planner_uses_it(ranks: Pool, cache: Path
 
 def test_more_bytes_never_take_less_time_than_the_last_point() -> None:
     assert time_at(((1.0, 100.0), (2.0, 50.0)), 4.0) == 50.0
+
+
+def test_a_file_of_the_cache_is_readable_as_others_are(tmp_path: Path) -> None:
+    """Users that share $SEQPAR_CACHE read each other's files."""
+    rates.keep(tmp_path / "new" / "x.json", b"{}")
+    (plain := tmp_path / "plain").touch()
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["x.json"]
+    assert (tmp_path / "new" / "x.json").stat().st_mode == plain.stat().st_mode

@@ -424,7 +424,7 @@ class Queue:
         self.end(job, "failed", Problem(504, "deadline", text, "deadline_s", NO_RETRY))
 
     def _forget_old(self) -> None:
-        """Drop jobs that ended long ago, and those that ended first of too many."""
+        """Drop ended jobs that are too old, and the oldest ones beyond the greatest number kept."""
         oldest = time.time() - self._keep_s
         while (job := next(iter(self._ended.values()), None)) is not None:
             if len(self._ended) <= MOST_ENDED and (job.ended or oldest) >= oldest:
